@@ -1,0 +1,5 @@
+"""`python -m specgraph`."""
+
+from .cli import main
+
+main()

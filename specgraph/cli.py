@@ -1,0 +1,164 @@
+"""The command line. torch is imported by the commands that need it, not by `--help`.
+
+Results go to standard output, plain where that is no terminal; progress and errors go to standard error.
+Exit codes: 0, all is well; 1, the plan is refused or a replay differs; 2, the command was not understood.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import rich_click as click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+PLAIN_WIDTH = 110
+"""Columns of output that goes to no terminal."""
+
+
+def _console(stderr: bool = False) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else PLAIN_WIDTH, highlight=False)
+
+
+@contextlib.contextmanager
+def _errors_in_words() -> Iterator[None]:
+    """Print a SpecGraphError and leave with exit code 1."""
+    from .errors import SpecGraphError
+
+    try:
+        yield
+    except SpecGraphError as error:
+        kind = type(error).__name__
+        _console(stderr=True).print(Text.assemble((kind, "bold red"), f": {error}"), soft_wrap=True)
+        sys.exit(1)
+
+
+def _parse_dims(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, int]:
+    dims = {}
+    for value in values:
+        name, _sign, number = value.partition("=")
+        if not name.isidentifier() or not number.isdigit():
+            raise click.BadParameter(f"{value!r} is not of the form NAME=N")
+        dims[name] = int(number)
+    return dims
+
+
+def _common(command: F) -> F:
+    """The arguments that all commands on one spec share."""
+    for option in (
+        click.option(
+            "dims",
+            "--dim",
+            metavar="NAME=N",
+            multiple=True,
+            callback=_parse_dims,
+            help="A dim of the preset's example; may be repeated.",
+        ),
+        click.option("--preset", help="Which preset; may be left out where there is one."),
+        click.argument("spec", type=click.Path(exists=True, dir_okay=False)),
+    ):
+        command = option(command)
+    return command
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="specgraph")
+def main() -> None:
+    """CUDA graphs for models that cannot be captured whole: plan them, check them, verify them."""
+
+
+@main.command()
+@_common
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def plan(spec: str, preset: str | None, dims: dict[str, int], form: str) -> None:
+    """Print the capture plan of SPEC. No GPU, no weights and no body of a break is needed."""
+    status = _console(stderr=True)
+    with _errors_in_words():
+        with status.status("loading the spec and building the model"):
+            from .specfile import load_spec
+            from .verify import build_preset, choose_preset, plan_preset
+
+            loaded = load_spec(spec)
+            built = build_preset(choose_preset(loaded, preset), dims)
+        with status.status("planning"):
+            start = time.perf_counter()
+            made = plan_preset(loaded, built)
+            seconds = time.perf_counter() - start
+    if form == "json":
+        sys.stdout.write(f"{made.to_json()}\n")
+    elif sys.stdout.isatty():
+        from .planner.text import renderable
+
+        _console().print(renderable(made))
+    else:
+        sys.stdout.write(f"{made}\n")
+    status.print(f"planned in {seconds:.2f} s")
+
+
+@main.command()
+@_common
+@click.option(
+    "--backend", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True,
+    help="auto is cuda where there is a GPU.",
+)  # fmt: skip
+@click.option("--replays", type=click.IntRange(min=1), default=5, show_default=True)
+def verify(spec: str, preset: str | None, dims: dict[str, int], backend: str, replays: int) -> None:
+    """Capture SPEC and compare replays with eager runs, bit for bit, on fresh inputs each time."""
+    status = _console(stderr=True)
+    with _errors_in_words(), _progress(status) as progress:
+        bar = progress.add_task("loading the spec", total=replays)
+        import torch
+
+        from .specfile import load_spec
+        from .verify import choose_preset
+        from .verify import verify as run
+
+        if backend == "auto":
+            backend = "cuda" if torch.cuda.is_available() else "cpu"
+        loaded = load_spec(spec)
+        progress.update(bar, description="building, capturing, replaying")
+        report = run(
+            loaded,
+            choose_preset(loaded, preset),
+            dims=dims,
+            device=torch.device(backend, 0) if backend == "cuda" else torch.device(backend),
+            replays=replays,
+            on_round=lambda: progress.advance(bar),
+        )
+    _print_report(report)
+    sys.exit(0 if report.passed else 1)
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _print_report(report: Any) -> None:
+    from .planner.text import counted
+
+    console = _console()
+    for number, each in enumerate(report.rounds, 1):
+        live = ", ".join(f"{name}={value}" for name, value in each.live.items())
+        mark = ("differs", "bold red") if each.difference else ("equal", "green")
+        console.print(Text.assemble(f"replay {number}  ", mark, f"  {live}"))
+        if each.difference:
+            console.print(Text(f"  {each.difference}"))
+    plan = report.plan
+    against = "eager and the unedited model" if report.has_reference else "eager"
+    verdict = ("passed", "bold green") if report.passed else ("failed", "bold red")
+    console.print(
+        Text.assemble(
+            verdict,
+            f": {plan.model} on {report.device}, {counted(report.num_segments, 'segment')} and "
+            f"{counted(len(plan.breaks), 'break')}, replays against {against}, rtol=0 atol=0",
+        )
+    )

@@ -1,0 +1,110 @@
+"""What the executor asks of a backend.
+
+A backend records segments, one after another, into one graph pool, and hands each back as a callable
+that replays it on the same addresses. It says nothing about breaks, specs or plans. What the protocol
+does not list (copies, fills) is an ordinary torch op on every backend.
+
+Memory, for both backends: what a segment allocates comes from the pool; a block is handed out again once
+no tensor refers to it, so that a replay reproduces the captured order of use and nothing else; `alias`
+makes a tensor of the same memory that keeps no block from being handed out again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from ...errors import ReplayError
+from ...layout import ConcreteLayout
+
+Replay: TypeAlias = Callable[[], object]
+"""Replays one segment."""
+
+
+class Pool(Protocol):
+    """Memory that captures share; `CapturedGraph.pool`, to be handed to the next `capture`."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the memory is."""
+
+    def exclusive(self) -> AbstractContextManager[object]:
+        """Around a replay: replays over one pool never overlap in time, whatever thread or stream asks."""
+
+
+class ReplayLock:
+    """A lock that refuses, rather than waits for, the thread that already holds it.
+
+    A body that replays a graph of the same pool would overwrite what the outer replay still needs.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder = 0
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        if self._holder == me:
+            raise ReplayError(
+                "a replay over this pool is already in progress on this thread",
+                fix="give a graph that a body replays a pool of its own",
+            )
+        self._lock.acquire()
+        self._holder = me
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._holder = 0
+        self._lock.release()
+
+
+class Backend(Protocol):
+    """Records and replays segments."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device that inputs must be on."""
+
+    def new_pool(self) -> Pool:
+        """An empty pool."""
+
+    def warming_up(self) -> AbstractContextManager[None]:
+        """Around eager runs before the capture."""
+
+    def capturing(self, pool: Pool) -> AbstractContextManager[None]:
+        """Around a capture: from here on segments can begin.
+
+        On the way out through an exception, a segment still open is given up and the process is left as
+        it was.
+        """
+
+    def begin_segment(self) -> None:
+        """Start recording."""
+
+    def end_segment(self) -> Replay | None:
+        """Stop recording; None where nothing was recorded.
+
+        Afterwards memory holds what the segment computes, so that the body that follows sees real values.
+        """
+
+    def run_op(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a dispatcher op as part of the open segment."""
+
+    def allocate(self, layout: ConcreteLayout) -> torch.Tensor:
+        """An uninitialised tensor in the pool; a segment must be open."""
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory, not owned."""
+
+
+def view_like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """`tensor`'s view of its storage, over `memory` instead: a tensor on a storage of the same size."""
+    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    storage = memory.untyped_storage()
+    view = view.set_(storage, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+    if tensor.is_conj():
+        view = view.conj()
+    return torch._neg_view(view) if tensor.is_neg() else view

@@ -1,0 +1,203 @@
+"""The reference backend: dispatcher ops, recorded and run again on the same memory.
+
+It keeps a CUDA graph's rules, so that what breaks them breaks here too. Recorded ops know addresses, not
+tensors. Results of ops live in an arena whose blocks are reused as soon as the program drops the tensor
+in them, also when that happens between two recorded ops. Values do not come back to the host inside a
+segment. What differs from a graph is speed, and that ops really run while they are recorded.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ...callsite import user_line
+from ...errors import HostSyncError
+from ...layout import ConcreteLayout
+from ...ops import launches, makes_constant, map_tensors, reads_on_host, tensors_in
+from .base import Pool, Replay, ReplayLock, view_like
+
+_ALIGNMENT = 512
+_CHUNK_NBYTES = 1 << 20
+_DEVICE = torch.device("cpu")
+
+
+class CpuPool:
+    """An arena of blocks, first fit; a block is free once the storage over it has died."""
+
+    device = _DEVICE
+
+    def __init__(self) -> None:
+        self._lock = ReplayLock()
+        self._chunks: list[torch.Tensor] = []
+        self._free: list[tuple[int, int]] = []
+        # Storages die at any time, also while a block is being taken; both ends of a deque are atomic.
+        self._returned: collections.deque[tuple[int, int]] = collections.deque()
+
+    def exclusive(self) -> contextlib.AbstractContextManager[object]:
+        return self._lock
+
+    @property
+    def reserved_nbytes(self) -> int:
+        """Bytes of all chunks."""
+        return sum(chunk.numel() for chunk in self._chunks)
+
+    @property
+    def allocated_nbytes(self) -> int:
+        """Bytes of blocks that a live storage is over."""
+        self._collect()
+        return self.reserved_nbytes - sum(size for _, size in self._free)
+
+    def storage(self, nbytes: int) -> torch.Tensor:
+        """A uint8 tensor over a block that is its own until its storage dies."""
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        address = self._take(size)
+        memory = _memory(address, nbytes)
+        weakref.finalize(memory, self._returned.append, (address, size)).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def _take(self, size: int) -> int:
+        self._collect()
+        for index, (address, available) in enumerate(self._free):
+            if available >= size:
+                self._free[index : index + 1] = (
+                    [(address + size, available - size)] if available > size else []
+                )
+                return address
+        self._grow(size)
+        return self._take(size)
+
+    def _grow(self, size: int) -> None:
+        chunk = torch.empty(max(size, _CHUNK_NBYTES) + _ALIGNMENT, dtype=torch.uint8)
+        start = -(-chunk.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+        self._chunks.append(chunk)
+        self._returned.append((start, chunk.data_ptr() + chunk.numel() - start))
+
+    def _collect(self) -> None:
+        """Make returned blocks free, merged with free neighbours."""
+        while self._returned:
+            self._free.append(self._returned.popleft())
+        self._free.sort()
+        merged: list[tuple[int, int]] = []
+        for start, length in self._free:
+            if merged and sum(merged[-1]) == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
+            else:
+                merged.append((start, length))
+        self._free = merged
+
+
+def _memory(address: int, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
+    return (ctypes.c_uint8 * nbytes).from_address(address)
+
+
+class CpuBackend:
+    """Records ops on CPU tensors."""
+
+    device = _DEVICE
+
+    def __init__(self) -> None:
+        self._pool: CpuPool | None = None
+        self._recorded: list[Callable[[], object]] | None = None
+        self._literals: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+
+    def new_pool(self) -> Pool:
+        return CpuPool()
+
+    def warming_up(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def capturing(self, pool: Pool) -> Iterator[None]:
+        assert isinstance(pool, CpuPool), "capture() checks that pool and backend match"
+        self._pool = pool
+        try:
+            yield
+        finally:
+            self._pool = self._recorded = None
+
+    def begin_segment(self) -> None:
+        self._recorded = []
+
+    def end_segment(self) -> Replay | None:
+        recorded, self._recorded = self._recorded, None
+        if not recorded:
+            return None
+        ops = tuple(recorded)
+
+        def replay() -> None:
+            for op in ops:
+                op()
+
+        return replay
+
+    def allocate(self, layout: ConcreteLayout) -> torch.Tensor:
+        assert self._pool is not None, "no capture is in progress"
+        block = self._pool.storage(layout.span_nbytes).untyped_storage()
+        return torch.empty(0, dtype=layout.dtype).set_(block, 0, layout.shape, layout.strides)
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == 0:
+            return tensor.detach()
+        memory = torch.frombuffer(_memory(storage.data_ptr(), storage.nbytes()), dtype=torch.uint8)
+        return view_like(tensor, memory)
+
+    def run_op(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._recorded is not None, "no segment is open"
+        if reads_on_host(func) and not all(map(self._is_literal, tensors_in(args))):
+            raise HostSyncError(
+                f"{func.name()} needs a value on the host, which a graph cannot replay",
+                where=user_line(),
+                fix="declare a BreakSpec for the function that does this, or hand the value in",
+            )
+        result = func(*args, **kwargs)
+        if makes_constant(func):
+            self._literals[id(result)] = result
+            return result
+        owned = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs))}
+        pooled = map_tensors(lambda t: self._into_pool(t, owned), result)
+        if launches(func):
+            self._recorded.append(self._record(func, args, kwargs, pooled, owned))
+        return pooled
+
+    def _is_literal(self, tensor: torch.Tensor) -> bool:
+        return self._literals.get(id(tensor)) is tensor
+
+    def _into_pool(self, tensor: torch.Tensor, owned: set[int]) -> torch.Tensor:
+        """A fresh result moved into the pool; a view of an argument as it is."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in owned or storage.nbytes() == 0:
+            return tensor
+        assert self._pool is not None
+        block = self._pool.storage(storage.nbytes())
+        block.untyped_storage().copy_(storage)
+        return view_like(tensor, block)
+
+    def _record(
+        self,
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        owned: set[int],
+    ) -> Callable[[], object]:
+        args, kwargs = map_tensors(self.alias, (args, kwargs))
+        fresh = [
+            self.alias(t) if t.untyped_storage().data_ptr() not in owned else None for t in tensors_in(result)
+        ]
+
+        def run() -> None:
+            for target, value in zip(fresh, tensors_in(func(*args, **kwargs)), strict=True):
+                if target is not None:
+                    target.copy_(value)
+
+        return run
