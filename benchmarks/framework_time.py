@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import specgraph as sg
-from specgraph.executor import CapturedGraph, CapturedSegment
+from specgraph.executor import CapturedBreak, CapturedGraph, CapturedSegment
 
 BREAKS = 60
 WARM_UPS = 20
@@ -83,7 +83,7 @@ def bare_loop(captured: CapturedGraph, live: dict[str, int]) -> Callable[[], Non
     for step in captured.walk(live, **captured.inputs):
         if isinstance(step, CapturedSegment):
             calls.append(step.replay)
-        else:
+        elif isinstance(step, CapturedBreak):
             calls.append(functools.partial(step.body.body, *step.body.args, **step.body.kwargs))
             if step.plan.ownership is sg.Ownership.COPY:
                 calls.append(functools.partial(step.outputs["output"].copy_, made[0]))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .layout import TensorLayout, like
     from .planner import BreakStep, CapturePlan, SegmentStep, plan
     from .spec import BreakSpec, Example, ModelSpec, Ownership, Preset
-    from .specfile import load_spec
+    from .specfile import dump_spec, load_spec
 
 __all__ = [
     "BreakSpec",
@@ -45,6 +45,7 @@ __all__ = [
     "SpecGraphError",
     "TensorLayout",
     "capture",
+    "dump_spec",
     "graph_break",
     "like",
     "load_spec",
@@ -66,7 +67,7 @@ _ROOMS = {
     "layout": ("TensorLayout", "like"),
     "planner": ("BreakStep", "CapturePlan", "SegmentStep", "plan"),
     "spec": ("BreakSpec", "Example", "ModelSpec", "Ownership", "Preset"),
-    "specfile": ("load_spec",),
+    "specfile": ("dump_spec", "load_spec"),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 

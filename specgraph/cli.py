@@ -78,16 +78,18 @@ def main() -> None:
 @main.command()
 @_common
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
-def plan(spec: str, preset: str | None, dims: dict[str, int], form: str) -> None:
+@click.option("--lock", is_flag=True, help="Also write the plan beside SPEC, as <spec>.plan.json.")
+def plan(spec: str, preset: str | None, dims: dict[str, int], form: str, lock: bool) -> None:
     """Print the capture plan of SPEC. No GPU, no weights and no body of a break is needed."""
     status = _console(stderr=True)
     with _errors_in_words():
         with status.status("loading the spec and building the model"):
             from .specfile import load_spec
-            from .verify import build_preset, choose_preset, plan_preset
+            from .verify import build_preset, name_of_preset, plan_preset
 
             loaded = load_spec(spec)
-            built = build_preset(choose_preset(loaded, preset), dims)
+            preset = name_of_preset(loaded, preset)
+            built = build_preset(loaded.presets[preset], dims)
         with status.status("planning"):
             start = time.perf_counter()
             made = plan_preset(loaded, built)
@@ -101,6 +103,57 @@ def plan(spec: str, preset: str | None, dims: dict[str, int], form: str) -> None
     else:
         sys.stdout.write(f"{made}\n")
     status.print(f"planned in {seconds:.2f} s")
+    if lock:
+        from .lock import lock_path, write_lock
+
+        write_lock(lock_path(spec), preset, dims, made)
+        status.print(f"locked in {lock_path(spec)}", soft_wrap=True)
+
+
+@main.command()
+@click.argument("specs", metavar="SPEC...", nargs=-1, required=True, type=click.Path(dir_okay=False))
+@click.option("--locked", is_flag=True, help="Also plan each spec, and compare with its lock file.")
+@click.option(
+    "--format", "form", type=click.Choice(["text", "json", "github"]), default="text", show_default=True
+)
+def check(specs: tuple[str, ...], locked: bool, form: str) -> None:
+    """Say what is wrong with each SPEC, without running its model.
+
+    Exit code 1 where anything is wrong. Each finding has the code of a rule in docs/rules.md.
+    """
+    status = _console(stderr=True)
+    findings = []
+    with status.status("loading"):
+        from .check import check_file, formatted
+    for spec in specs:
+        with status.status(f"checking {spec}"):
+            findings += check_file(spec, locked)
+    sys.stdout.write(formatted(findings, form))
+    clean = len(specs) - len({finding.file for finding in findings})
+    status.print(f"{clean} of {len(specs)} clean")
+    sys.exit(1 if findings else 0)
+
+
+@main.command()
+@click.argument("old", type=click.Path(exists=True, dir_okay=False))
+@click.argument("new", type=click.Path(exists=True, dir_okay=False))
+@click.option("--preset", help="Which preset to plan, where OLD or NEW is a spec.")
+def diff(old: str, new: str, preset: str | None) -> None:
+    """Say in words what moved between two plans: plan JSON, lock files, or specs.
+
+    Exit code 1 where the plans differ.
+    """
+    with _errors_in_words(), _console(stderr=True).status("reading the plans"):
+        from .check import plan_of
+        from .planner.changes import compare
+
+        changes = compare(plan_of(old, preset), plan_of(new, preset))
+    console = _console()
+    for change in changes:
+        console.print(Text(change.message), soft_wrap=not console.is_terminal)
+    if not changes:
+        console.print("the plans are the same")
+    sys.exit(1 if changes else 0)
 
 
 @main.command()
@@ -110,7 +163,10 @@ def plan(spec: str, preset: str | None, dims: dict[str, int], form: str) -> None
     help="auto is cuda where there is a GPU.",
 )  # fmt: skip
 @click.option("--replays", type=click.IntRange(min=1), default=5, show_default=True)
-def verify(spec: str, preset: str | None, dims: dict[str, int], backend: str, replays: int) -> None:
+@click.option("--poison", is_flag=True, help="Fill memory that nothing may read with NaN.")
+def verify(
+    spec: str, preset: str | None, dims: dict[str, int], backend: str, replays: int, poison: bool
+) -> None:
     """Capture SPEC and compare replays with eager runs, bit for bit, on fresh inputs each time."""
     status = _console(stderr=True)
     with _errors_in_words(), _progress(status) as progress:
@@ -131,6 +187,7 @@ def verify(spec: str, preset: str | None, dims: dict[str, int], backend: str, re
             dims=dims,
             device=torch.device(backend, 0) if backend == "cuda" else torch.device(backend),
             replays=replays,
+            poison=poison,
             on_round=lambda: progress.advance(bar),
         )
     _print_report(report)
@@ -160,5 +217,6 @@ def _print_report(report: Any) -> None:
             verdict,
             f": {plan.model} on {report.device}, {counted(report.num_segments, 'segment')} and "
             f"{counted(len(plan.breaks), 'break')}, replays against {against}, rtol=0 atol=0",
-        )
+        ),
+        soft_wrap=not console.is_terminal,
     )

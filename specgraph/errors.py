@@ -22,6 +22,7 @@ class SpecGraphError(Exception):
         expected: what should have been there.
         actual: what was there.
         where: the line of the user's code, as `file:line in function`.
+        code: the rule that is broken, where it is one of docs/rules.md.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class SpecGraphError(Exception):
         expected: str = "",
         actual: str = "",
         where: str = "",
+        code: str = "",
     ) -> None:
         super().__init__(problem)
         self.problem = problem
@@ -45,6 +47,7 @@ class SpecGraphError(Exception):
         self.expected = expected
         self.actual = actual
         self.where = where
+        self.code = code
 
     def within(self, *, spec: str = "", break_name: str = "", where: str = "") -> Self:
         """Fill in what an outer level knows; what an inner level already said stands."""

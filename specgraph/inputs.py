@@ -14,8 +14,9 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
+from .dims import Dims
 from .errors import LayoutError, PlanError, SpecGraphError
-from .layout import ConcreteLayout, Dims, bind, contiguous_strides
+from .layout import ConcreteLayout, bind, contiguous_strides
 from .spec import ModelSpec
 
 

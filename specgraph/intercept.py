@@ -18,99 +18,22 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
-import attrs
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .calls import BreakCall, bind_call
 from .callsite import user_line
 from .errors import CaptureError, LayoutError, PlanError, SpecError
-from .inputs import leaf_name
-from .layout import ConcreteLayout, Dims, TensorLayout, bind
-from .ops import composite_op_of, is_composite
-from .spec import BreakSpec, ModelSpec, Outputs, Ownership, named_outputs
+from .layout import TensorLayout
+from .ops import composite_op_of, is_composite, schema_arguments
+from .spec import BreakSpec, ModelSpec, Outputs, Ownership
 from .targets import BreakSite, NamedTarget, OpTarget, Place, resolve_target
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R", covariant=True)
 S = TypeVar("S")
-
-
-@attrs.frozen(eq=False)
-class BreakCall:
-    """One call of a break's target, bound to its spec.
-
-    Args:
-        site: the target.
-        args, kwargs: as the model passed them.
-        leaves: what the body is handed that is neither live nor a buffer to write, nested structures taken
-            apart, by leaf name (`query`, `masks[0]`).
-        dims: bound by the input layouts.
-        outputs: resolved layouts by output name.
-    """
-
-    site: BreakSite
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    leaves: Mapping[str, Any]
-    dims: Dims
-    outputs: Mapping[str, ConcreteLayout]
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors among the leaves."""
-        return {name: leaf for name, leaf in self.leaves.items() if isinstance(leaf, torch.Tensor)}
-
-
-def bind_call(site: BreakSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BreakCall:
-    """Bind a call to its target's signature and layouts.
-
-    Raises:
-        LayoutError: an argument is not what its layout says, or an output cannot be resolved.
-    """
-    spec = site.spec
-    try:
-        bound = site.signature.bind(*args, **kwargs).arguments
-        arguments: dict[str, Any] = {}
-        for name, value in bound.items():
-            is_extra = site.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-            arguments.update(value if is_extra else {name: value})
-        for name in spec.inputs:
-            _check_is_tensor(name, arguments.get(name))
-        tensors = {n: v for n, v in arguments.items() if isinstance(v, torch.Tensor)}
-        dims = bind(spec.inputs, tensors)
-        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        outputs = {}
-        for name, layout in named_outputs(spec.outputs).items():
-            outputs[name] = _resolve(name, layout, dims, dtypes)
-    except LayoutError as error:
-        raise error.within(break_name=site.label, where=user_line()) from None
-    replaced = (*spec.live, *spec.out)
-    handed = {name: value for name, value in arguments.items() if name not in replaced}
-    leaves = {leaf_name(path): leaf for path, leaf in pytree.tree_flatten_with_path(handed)[0]}
-    return BreakCall(site, args, kwargs, leaves, dims, outputs)
-
-
-def _check_is_tensor(name: str, value: object) -> None:
-    if value is not None and not isinstance(value, torch.Tensor):
-        raise LayoutError(
-            "has a layout but is no tensor",
-            tensor=name,
-            actual=f"{type(value).__name__}",
-            fix=f"drop {name!r} from the break's inputs=; only tensors have layouts",
-        )
-
-
-def _resolve(
-    name: str, layout: TensorLayout, dims: Dims, dtypes: Mapping[str, torch.dtype]
-) -> ConcreteLayout:
-    try:
-        return layout.resolve(dims, dtypes)
-    except LayoutError as error:
-        error.tensor = name
-        raise
 
 
 class BreakHandler(Protocol):
@@ -239,11 +162,16 @@ class Session:
 
     def _add(self, spec: BreakSpec, fn: Callable[..., Any]) -> None:
         if isinstance(spec.target, BreakFunction):
+            if spec.target in self._functions:
+                raise _same_target(self._functions[spec.target].label, spec.name)
             self._functions[spec.target] = _function_site(spec, spec.target)
             return
         for target in resolve_target(spec, fn):
             if isinstance(target, OpTarget):
-                self._ops |= dict.fromkeys(target.names, target.site)
+                for name in target.names:
+                    if name in self._ops:
+                        raise _same_target(self._ops[name].label, spec.name)
+                    self._ops[name] = target.site
             else:
                 self._named.append(target)
 
@@ -256,7 +184,8 @@ class Session:
 
     def break_call(self, site: BreakSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hand a call to the handler; what the handler does is not seen by the session."""
-        with self.suspend():
+        # A model may enter inference mode on its own; what a break makes outlives that.
+        with self.suspend(), torch.inference_mode(False), torch.no_grad():
             try:
                 return self.handler.on_break(bind_call(site, args, kwargs))
             except LayoutError as error:
@@ -319,11 +248,7 @@ class Session:
             for place in target.places:
                 other = patched.setdefault((id(place.owner), place.name), target.site)
                 if other is not target.site:
-                    raise SpecError(
-                        f"breaks {other.label!r} and {target.site.label!r} have the same target",
-                        spec=self.spec.name,
-                        fix="keep one of them",
-                    )
+                    raise _same_target(other.label, target.site.label).within(spec=self.spec.name)
                 _patch_place(stack, place, self._wrapper(target.site))
 
     def _wrapper(self, site: BreakSite) -> Callable[..., Any]:
@@ -336,8 +261,14 @@ class Session:
         return call
 
 
+def _same_target(first: str, second: str) -> SpecError:
+    return SpecError(
+        f"breaks {first!r} and {second!r} have the same target", code="SG109", fix="keep one of them"
+    )
+
+
 def _function_site(spec: BreakSpec, function: BreakFunction[Any, Any]) -> BreakSite:
-    return BreakSite(spec, function.fn, inspect.signature(function.fn))
+    return BreakSite(spec, function.fn, (inspect.signature(function.fn),))
 
 
 def _patch_place(stack: contextlib.ExitStack, place: Place, wrapper: Callable[..., Any]) -> None:
@@ -409,6 +340,6 @@ class _FunctionWatch(TorchFunctionMode):
             name = op.name()
             site = session.op_site(name)
             if site is not None:
-                return session.break_call(site, args, kwargs)
+                return session.break_call(site, *schema_arguments(args, kwargs))
             session.check_allowed(name.partition(".")[0])
         return session.handler.on_function(func, args, kwargs)

@@ -5,201 +5,31 @@ A layout says what a tensor must look like without saying how large it is: `Tens
 are *resolved* from them, and a tensor is *checked* against what was resolved. All three are exact: no
 broadcasting, no casting, no guessing.
 
-The language: dims are separated by blanks; a dim is an integer, a name, an expression of both with
-`+ - * //` and parentheses (no blanks inside), or, at most once, `*rest`, which stands for any number of
-dims. A plain name binds where an input first shows it; an expression never binds, it is compared.
+A plain name binds where an input first shows it; an expression never binds, it is compared.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TypeAlias
 
 import attrs
 import torch
 
-from .errors import LayoutError, SpecError
-
-Dims: TypeAlias = Mapping[str, int | tuple[int, ...]]
-"""Sizes bound to names; a `*rest` name binds a tuple of sizes."""
-
-
-@attrs.frozen
-class Const:
-    """An integer."""
-
-    value: int
-
-
-@attrs.frozen
-class Name:
-    """A named size."""
-
-    name: str
-
-
-@attrs.frozen
-class Rest:
-    """`*name`: any number of consecutive dims."""
-
-    name: str
-
-
-@attrs.frozen
-class BinOp:
-    """`left op right`, with op one of `+ - * //`."""
-
-    op: str
-    left: Expr
-    right: Expr
-
-
-Expr: TypeAlias = Const | Name | BinOp
-Dim: TypeAlias = Const | Name | BinOp | Rest
-
-_TOKEN = re.compile(r"[0-9]+|[A-Za-z_][A-Za-z0-9_]*|//|[-+*()]")
-_PRECEDENCE = {"+": 1, "-": 1, "*": 2, "//": 2}
-_LANGUAGE = (
-    "write dims separated by blanks; each an int, a name, an expression with + - * // and parentheses "
-    "but no blanks, or one *rest"
+from .dims import (
+    Dim,
+    Dims,
+    Expr,
+    Name,
+    Rest,
+    dim_names,
+    evaluate,
+    format_dim,
+    format_dims,
+    parse_dims,
+    size_of,
 )
-
-
-class _Parser:
-    """Precedence climbing over the tokens of one dim."""
-
-    def __init__(self, word: str, text: str) -> None:
-        self.text = text
-        self.word = word
-        self.tokens = _TOKEN.findall(word)
-        self.at = 0
-        if "".join(self.tokens) != word:
-            raise self.error("has a character that no dim has")
-
-    def error(self, problem: str) -> SpecError:
-        return SpecError(f"dim {self.word!r} of {self.text!r} {problem}", fix=_LANGUAGE)
-
-    def peek(self) -> str:
-        return self.tokens[self.at] if self.at < len(self.tokens) else ""
-
-    def take(self) -> str:
-        token = self.peek()
-        self.at += 1
-        return token
-
-    def dim(self) -> Dim:
-        if self.peek() == "*":
-            self.take()
-            name = self.take()
-            if not _is_name(name) or self.peek():
-                raise self.error("must be *name and nothing more")
-            return Rest(name)
-        expr = self.expr(1)
-        if self.peek():
-            raise self.error(f"has {self.peek()!r} where it should end")
-        return expr
-
-    def expr(self, lowest: int) -> Expr:
-        left = self.atom()
-        while _PRECEDENCE.get(self.peek(), 0) >= lowest:
-            op = self.take()
-            left = BinOp(op, left, self.expr(_PRECEDENCE[op] + 1))
-        return left
-
-    def atom(self) -> Expr:
-        token = self.take()
-        if token == "(":
-            inner = self.expr(1)
-            if self.take() != ")":
-                raise self.error("lacks a closing parenthesis")
-            return inner
-        if token.isdigit():
-            return Const(int(token))
-        if _is_name(token):
-            return Name(token)
-        raise self.error(f"has {token!r} where a size should be" if token else "ends too early")
-
-
-def _is_name(token: str) -> bool:
-    return token.isidentifier() and token.isascii()
-
-
-def parse_dims(text: str) -> tuple[Dim, ...]:
-    """Parse a dim string.
-
-    Raises:
-        SpecError: the text is not in the dim language.
-    """
-    dims = tuple(_Parser(word, text).dim() for word in text.split())
-    rests = [dim for dim in dims if isinstance(dim, Rest)]
-    if len(rests) > 1:
-        raise SpecError(f"{text!r} has more than one *rest", fix="keep one; name the other dims")
-    if rests and any(rests[0].name in dim_names(dim) for dim in dims if not isinstance(dim, Rest)):
-        raise SpecError(
-            f"{text!r} uses {rests[0].name!r} both for one dim and for *{rests[0].name}",
-            fix="give the *rest a name of its own",
-        )
-    return dims
-
-
-def format_dim(dim: Dim) -> str:
-    """The dim as text that parses to the same dim, with no needless parentheses."""
-    match dim:
-        case Const(value):
-            return str(value)
-        case Name(name):
-            return name
-        case Rest(name):
-            return f"*{name}"
-        case BinOp(op, left, right):
-            return f"{_operand(left, _PRECEDENCE[op])}{op}{_operand(right, _PRECEDENCE[op] + 1)}"
-
-
-def _operand(expr: Expr, lowest: int) -> str:
-    text = format_dim(expr)
-    return f"({text})" if isinstance(expr, BinOp) and _PRECEDENCE[expr.op] < lowest else text
-
-
-def dim_names(dim: Dim) -> frozenset[str]:
-    """The names a dim mentions."""
-    match dim:
-        case Const():
-            return frozenset()
-        case Name(name) | Rest(name):
-            return frozenset({name})
-        case BinOp(_, left, right):
-            return dim_names(left) | dim_names(right)
-
-
-def _evaluate(expr: Expr, dims: Dims) -> int:
-    match expr:
-        case Const(value):
-            return value
-        case Name(name):
-            if name not in dims:
-                known = ", ".join(sorted(dims)) or "none"
-                raise LayoutError(
-                    f"dim {name!r} is not bound",
-                    actual=f"bound here: {known}",
-                    fix=f"name {name!r} as a plain dim in the layout of one of the break's inputs",
-                )
-            size = dims[name]
-            if isinstance(size, tuple):
-                raise LayoutError(
-                    f"*{name} stands for several dims and cannot be a number",
-                    fix="name the single dim that is meant",
-                )
-            return size
-        case BinOp(op, left, right):
-            a, b = _evaluate(left, dims), _evaluate(right, dims)
-            if op == "//" and b == 0:
-                raise LayoutError(
-                    f"{format_dim(expr)} divides by zero",
-                    actual=f"{format_dim(right)} = 0",
-                    fix="correct the expression",
-                )
-            return {"+": a + b, "-": a - b, "*": a * b, "//": a // (b or 1)}[op]
+from .errors import LayoutError, SpecError
 
 
 @attrs.frozen
@@ -227,7 +57,9 @@ def as_dtype(value: torch.dtype | str) -> torch.dtype:
         return value
     found = getattr(torch, value.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
-        raise SpecError(f"torch has no dtype named {value!r}", fix='write one such as "bfloat16"')
+        raise SpecError(
+            f"torch has no dtype named {value!r}", code="SG103", fix='write one such as "bfloat16"'
+        )
     return found
 
 
@@ -315,6 +147,9 @@ class ConcreteLayout:
         return text if self.is_contiguous else f"{text} strides ({' '.join(map(str, self.strides))})"
 
 
+_LAYOUT = re.compile(r"(like\((\w+)\)|\w+)\[([^\[\]]*)\](?: strides \((.*)\))?")
+
+
 def _dims_text(value: str) -> str:
     return " ".join(format_dim(dim) for dim in parse_dims(value))
 
@@ -328,7 +163,7 @@ class TensorLayout:
     """A tensor's layout in named dims.
 
     Args:
-        dims: a dim string, as in the module's docstring; `""` is a tensor without dims.
+        dims: a dim string, in the language of `dims`; `""` is a tensor without dims.
         dtype: a `torch.dtype`, its name, `like("arg")`, or None for any (inputs only).
         strides: None (contiguous for outputs, anything for inputs) or a dim string, in elements.
 
@@ -355,14 +190,37 @@ class TensorLayout:
         if len(strides) != len(self.parsed) or has_rest:
             raise SpecError(
                 f"strides {self.strides!r} do not pair up with dims {self.dims!r}",
+                code="SG103",
                 fix="give one stride for each dim; a layout with *rest cannot have strides",
             )
         return strides
+
+    @classmethod
+    def parse(cls, text: str) -> TensorLayout:
+        """The layout that prints as `text`: `bfloat16[B Q H*D]`, `like(q)[B Q]`, `any[S D] strides (S 1)`.
+
+        Raises:
+            SpecError: no layout prints so.
+        """
+        match = _LAYOUT.fullmatch(text)
+        if match is None:
+            raise SpecError(
+                f"{text!r} is no layout",
+                code="SG103",
+                fix='write dtype[dims], as "bfloat16[B Q H*D]", "like(query)[B Q]" or "any[B S]"',
+            )
+        dtype, arg, dims, strides = match.groups()
+        return cls(dims, Like(arg) if arg else None if dtype == "any" else dtype, strides)
 
     @property
     def names(self) -> frozenset[str]:
         """All names the layout mentions."""
         return frozenset().union(*map(dim_names, self.parsed + self.parsed_strides))
+
+    @property
+    def plain_dims(self) -> frozenset[str]:
+        """Names that stand alone as a dim."""
+        return frozenset(dim.name for dim in self.parsed if isinstance(dim, Name))
 
     @property
     def binding_names(self) -> frozenset[str]:
@@ -392,8 +250,8 @@ class TensorLayout:
                     )
                 shape += sizes
             else:
-                shape.append(_size(dim, dims))
-        strides = tuple(_size(dim, dims) for dim in self.parsed_strides if not isinstance(dim, Rest))
+                shape.append(size_of(dim, dims))
+        strides = tuple(size_of(dim, dims) for dim in self.parsed_strides if not isinstance(dim, Rest))
         if self.strides is None:
             strides = contiguous_strides(tuple(shape))
         return ConcreteLayout(tuple(shape), strides, self._resolve_dtype(dtypes))
@@ -415,25 +273,6 @@ class TensorLayout:
         dtype = dtype_name(self.dtype) if isinstance(self.dtype, torch.dtype) else self.dtype or "any"
         text = f"{dtype}[{self.dims}]"
         return text if self.strides is None else f"{text} strides ({self.strides})"
-
-
-def _size(expr: Expr, dims: Dims) -> int:
-    size = _evaluate(expr, dims)
-    if size < 0:
-        raise LayoutError(
-            f"{format_dim(expr)} is negative",
-            actual=f"{format_dim(expr)} = {size} with {format_dims(dims)}",
-            fix="correct the expression or the input",
-        )
-    return size
-
-
-def format_dims(dims: Dims) -> str:
-    """`{"B": 1, "rest": (2, 3)}` as `B=1 *rest=2x3`."""
-    return " ".join(
-        f"{name}={size}" if isinstance(size, int) else f"*{name}={'x'.join(map(str, size)) or '()'}"
-        for name, size in dims.items()
-    )
 
 
 def bind(layouts: Mapping[str, TensorLayout], tensors: Mapping[str, torch.Tensor]) -> Dims:
@@ -460,7 +299,7 @@ def bind(layouts: Mapping[str, TensorLayout], tensors: Mapping[str, torch.Tensor
                     compared.append((name, layout, tensor, dim, size, what))
     for name, layout, tensor, expr, size, what in compared:
         try:
-            expected = _evaluate(expr, dims)
+            expected = evaluate(expr, dims)
         except LayoutError as error:
             error.tensor = name
             raise
@@ -516,3 +355,8 @@ def _mismatch(name: str, layout: TensorLayout, tensor: torch.Tensor, problem: st
         actual=str(ConcreteLayout.of(tensor)),
         fix="pass a tensor of that layout, or correct the layout",
     )
+
+
+def empty(layout: ConcreteLayout, device: torch.device) -> torch.Tensor:
+    """An uninitialised tensor of that layout."""
+    return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=device)

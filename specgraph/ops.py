@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from .callsite import user_line
+from .errors import HostSyncError
+
 _LAUNCHES_NOTHING = frozenset(
     {
         "aten::_unsafe_view",
@@ -94,3 +97,23 @@ def composite_op_of(func: Callable[..., Any]) -> torch._ops.OpOverload | None:
         return None
     ops = [getattr(packet, name) for name in packet.overloads()]
     return next((op for op in ops if is_composite(op)), None)
+
+
+def schema_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a call of torch's Python API, as the op's schema names them.
+
+    Python calls the schema's `self` `input`, and its wrappers pass a `_stacklevel` of their own.
+    """
+    renamed = {"self" if name == "input" else name: value for name, value in kwargs.items()}
+    renamed.pop("_stacklevel", None)
+    return args, renamed
+
+
+def host_sync(op: str, segment: str = "a segment") -> HostSyncError:
+    """The error for an op that needs a value on the host inside a segment."""
+    return HostSyncError(
+        f"{op} in {segment} needs a value on the host, which a graph cannot replay",
+        where=user_line(),
+        fix="declare a BreakSpec for the function that does this, or compute the value before the call "
+        "and hand it in",
+    )

@@ -15,8 +15,9 @@ from typing import Any, TypeAlias
 import attrs
 import torch
 
+from .dims import BinOp, dim_names
 from .errors import SpecError
-from .layout import BinOp, TensorLayout, as_dtype, dim_names
+from .layout import TensorLayout, as_dtype
 
 Outputs: TypeAlias = TensorLayout | tuple[TensorLayout, ...] | Mapping[str, TensorLayout] | None
 """Layouts of what a break returns: one tensor, a tuple, a mapping, or nothing."""
@@ -72,17 +73,30 @@ def _optional_names(value: str | tuple[str, ...] | list[str] | None) -> tuple[st
 
 
 def _frozen_outputs(value: Outputs | list[TensorLayout]) -> Outputs:
-    if value is None or isinstance(value, TensorLayout):
-        return value
-    return _layouts(value) if isinstance(value, Mapping) else tuple(value)
+    if isinstance(value, Mapping):
+        return _layouts(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
-def _check_layouts(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    layouts = value.values() if isinstance(value, Mapping) else value
-    for layout in (layouts,) if isinstance(layouts, TensorLayout) else layouts or ():
+def _check_layouts(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if isinstance(value, Mapping):
+        entries = [(f"{attribute.name}[{key!r}]", layout) for key, layout in value.items()]
+    elif value is None or isinstance(value, TensorLayout):
+        return
+    elif isinstance(value, tuple):
+        entries = [(f"{attribute.name}[{i}]", layout) for i, layout in enumerate(value)]
+    else:
+        entries = [(attribute.name, value)]
+    is_break = isinstance(instance, BreakSpec)
+    for place, layout in entries:
         if not isinstance(layout, TensorLayout):
             raise SpecError(
-                f"{attribute.name} holds {layout!r}, which is no TensorLayout",
+                f"{place} is {layout!r}, which is no TensorLayout",
+                break_name=instance.name if is_break else "",
+                spec="" if is_break else instance.name,
+                code="SG103",
+                expected="a TensorLayout",
+                actual=type(layout).__name__,
                 fix='write TensorLayout("B Q H D", dtype)',
             )
 
@@ -96,6 +110,14 @@ def named_outputs(outputs: Outputs) -> dict[str, TensorLayout]:
     if isinstance(outputs, tuple):
         return {f"output[{i}]": layout for i, layout in enumerate(outputs)}
     return {f"output[{key!r}]": layout for key, layout in outputs.items()}
+
+
+def target_text(target: TargetLike) -> str:
+    """A break's target as text; a callable and its import path have the same."""
+    if isinstance(target, str):
+        return target
+    qualname = getattr(target, "__qualname__", type(target).__name__)
+    return f"{getattr(target, '__module__', '?')}:{qualname}"
 
 
 @attrs.frozen
@@ -122,7 +144,7 @@ class BreakSpec:
         SpecError: the fields contradict one another.
     """
 
-    target: TargetLike
+    target: TargetLike = attrs.field(eq=lambda target: target_text(target))
     outputs: Outputs = attrs.field(converter=_frozen_outputs, validator=_check_layouts)
     inputs: Mapping[str, TensorLayout] = attrs.field(
         factory=dict, converter=_layouts, validator=_check_layouts, kw_only=True
@@ -140,7 +162,11 @@ class BreakSpec:
     @name.default
     def _target_name(self) -> str:
         if isinstance(self.target, str):
-            return self.target.rpartition(":")[2].rpartition(".")[2].rpartition("/")[2]
+            path = self.target.rpartition(":")[2]
+            if self.target.startswith("op:"):
+                return path.partition(".")[0]
+            named = [part for part in path.split(".") if part != "*"]
+            return named[-1] if named else path
         return getattr(self.target, "__name__", type(self.target).__name__)
 
     def __attrs_post_init__(self) -> None:
@@ -150,6 +176,7 @@ class BreakSpec:
             if unbound := sorted(layout.names - bound):
                 raise SpecError(
                     f"dim {unbound[0]!r} of {layout} is bound by no input",
+                    code="SG102",
                     break_name=self.name,
                     tensor=output,
                     expected=f"one of: {', '.join(sorted(bound)) or 'none, inputs has no layouts'}",
@@ -158,22 +185,31 @@ class BreakSpec:
             if layout.dtype is None:
                 raise SpecError(
                     f"{layout} has no dtype",
+                    code="SG104",
                     break_name=self.name,
                     tensor=output,
                     fix='an output needs a dtype: torch.bfloat16, "bfloat16" or like("argument")',
                 )
 
     def _check_ownership(self) -> None:
+        count = len(named_outputs(self.outputs))
         passes = self.ownership is Ownership.PASS_THROUGH
-        expected = len(named_outputs(self.outputs)) if passes else 0
-        if len(self.out) == expected and (self.outputs is not None or not passes):
-            return
-        raise SpecError(
-            f"{self.ownership.name} with {len(self.out)} parameters in out=",
-            break_name=self.name,
-            expected=f"{expected} names in out=" if expected else "no out=",
-            fix="PASS_THROUGH names one body parameter an output, in order, in out=; COPY has none",
-        )
+        if passes and not count:
+            raise SpecError(
+                "PASS_THROUGH without outputs has no buffers to hand over",
+                break_name=self.name,
+                code="SG105",
+                expected="layouts in outputs=, and as many names in out=",
+                fix="declare outputs=; where the body writes only its arguments, leave the ownership at COPY",
+            )
+        if len(self.out) != (count if passes else 0):
+            raise SpecError(
+                f"{self.ownership.name} with {len(self.out)} parameters in out=",
+                break_name=self.name,
+                code="SG105",
+                expected=f"{count} names in out=, one an output" if passes else "no out=",
+                fix="PASS_THROUGH names one body parameter an output, in order, in out=; COPY has none",
+            )
 
 
 @attrs.frozen
@@ -280,6 +316,7 @@ class ModelSpec:
                 if value not in self.live_names:
                     raise SpecError(
                         f"parameter {parameter!r} takes live value {value!r}, which is not declared",
+                        code="SG108",
                         spec=self.name,
                         break_name=spec.name,
                         expected=f"one of: {', '.join(sorted(self.live_names)) or 'none declared'}",
@@ -288,11 +325,17 @@ class ModelSpec:
             self._check_padding(spec)
         names = [spec.name for spec in self.breaks]
         if doubled := sorted({name for name in names if names.count(name) > 1}):
-            raise SpecError(f"two breaks are called {doubled[0]!r}", spec=self.name, fix="give them name=")
-        bound = frozenset().union(*(layout.binding_names for layout in self.inputs.values()))
+            raise SpecError(
+                f"two breaks are called {doubled[0]!r}",
+                spec=self.name,
+                code="SG109",
+                fix="give them name=",
+            )
+        bound: frozenset[str] = frozenset().union(*(each.plain_dims for each in self.inputs.values()))
         if lost := sorted(frozenset(self.buckets) - bound):
             raise SpecError(
                 f"bucketed dim {lost[0]!r} is a dim of no input",
+                code="SG110",
                 spec=self.name,
                 fix=f"name {lost[0]!r} as a plain dim in ModelSpec.inputs",
             )
@@ -306,6 +349,7 @@ class ModelSpec:
                 if isinstance(dim, BinOp) and not dim_names(dim).isdisjoint(self.buckets):
                     raise SpecError(
                         f"{layout} computes with a bucketed dim, so its padded rows cannot be told",
+                        code="SG110",
                         spec=self.name,
                         break_name=spec.name,
                         tensor=output,

@@ -7,7 +7,6 @@ one for a function or method, one for each submodule that a glob matches, one fo
 from __future__ import annotations
 
 import fnmatch
-import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import attrs
 import torch
 
 from .errors import SpecError
+from .importing import import_path, nearest, signature_of
 from .spec import BreakSpec
 
 
@@ -46,13 +46,14 @@ class BreakSite:
     Args:
         spec: the break.
         original: the callable the model would have called.
-        signature: its parameters; `self` is one of them for a method or a submodule's `forward`.
+        signatures: its parameters, one entry an overload; `self` is one of them for a method or a submodule's
+            `forward`.
         instance: the submodule's name where the target is a submodule glob.
     """
 
     spec: BreakSpec
     original: Callable[..., Any]
-    signature: inspect.Signature
+    signatures: tuple[inspect.Signature, ...]
     instance: str = ""
 
     @property
@@ -61,7 +62,23 @@ class BreakSite:
         return f"{self.spec.name}[{self.instance}]" if self.instance else self.spec.name
 
     def __attrs_post_init__(self) -> None:
-        check_parameters(self.spec, self.signature)
+        check_parameters(self.spec, self.signatures)
+
+    def bind(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[inspect.Signature, inspect.BoundArguments]:
+        """The first overload that takes the arguments, and the arguments bound to it.
+
+        Raises:
+            TypeError: none does.
+        """
+        *others, last = self.signatures
+        for signature in others:
+            try:
+                return signature, signature.bind(*args, **kwargs)
+            except TypeError:
+                continue
+        return last, last.bind(*args, **kwargs)
 
 
 @attrs.frozen(eq=False)
@@ -80,33 +97,35 @@ class OpTarget:
     names: frozenset[str]
 
 
-def check_parameters(spec: BreakSpec, signature: inspect.Signature) -> None:
+def check_parameters(spec: BreakSpec, target: tuple[inspect.Signature, ...]) -> None:
     """Check the names in a spec against its target's and its body's parameters.
 
     Raises:
         SpecError: a name in `inputs`, `mutates`, `live` or `out` is no parameter.
     """
-    body = signature if spec.body is None else inspect.signature(spec.body)
+    body = target if spec.body is None else (inspect.signature(spec.body),)
     checks = (
-        ("inputs", spec.inputs, signature, "target"),
+        ("inputs", spec.inputs, target, "target"),
         ("mutates", spec.mutates, body, "body"),
         ("live", spec.live, body, "body"),
         ("out", spec.out, body, "body"),
     )
-    for field, names, parameters, whose in checks:
+    for field, names, signatures, whose in checks:
+        known = list(dict.fromkeys(name for each in signatures for name in each.parameters))
+        takes_any = any(
+            parameter.kind is inspect.Parameter.VAR_KEYWORD
+            for each in signatures
+            for parameter in each.parameters.values()
+        )
         for name in names:
-            if not _accepts(parameters, name):
+            if name not in known and not takes_any:
                 raise SpecError(
-                    f"{field} names {name!r}, which is no parameter of the {whose}",
+                    f"{field} names {name!r}, which is no parameter of the {whose}{nearest(name, known)}",
+                    code="SG101",
                     break_name=spec.name,
-                    expected=f"one of: {', '.join(parameters.parameters) or 'it has none'}",
+                    expected=f"one of: {', '.join(known) or 'it has none'}",
                     fix=f"correct the name in {field}=, or add the parameter to the {whose}",
                 )
-
-
-def _accepts(signature: inspect.Signature, name: str) -> bool:
-    kinds = {parameter.kind for parameter in signature.parameters.values()}
-    return name in signature.parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def resolve_target(spec: BreakSpec, fn: Callable[..., Any]) -> list[NamedTarget | OpTarget]:
@@ -121,7 +140,7 @@ def resolve_target(spec: BreakSpec, fn: Callable[..., Any]) -> list[NamedTarget 
     """
     target = spec.target
     if not isinstance(target, str):
-        return [_named(spec, target, tuple(_places_of(target)))]
+        return [_callable(spec, target)]
     if target.startswith("module:"):
         return list(_submodules(spec, target.removeprefix("module:"), fn))
     if target.startswith("op:"):
@@ -129,20 +148,42 @@ def resolve_target(spec: BreakSpec, fn: Callable[..., Any]) -> list[NamedTarget 
     return [_imported(spec, target)]
 
 
+def _callable(spec: BreakSpec, target: Callable[..., Any]) -> NamedTarget:
+    if not inspect.ismethod(target):
+        return _named(spec, target, tuple(_places_of(target)))
+    owner, function = target.__self__, target.__func__
+    if not inspect.isclass(owner):
+        raise SpecError(
+            f"{_describe(target)} is a method of one object",
+            code="SG106",
+            break_name=spec.name,
+            fix='name the class\'s method, as "pkg.mod:Class.method", or a submodule, as "module:name"',
+        )
+    return _method(spec, owner, function.__name__)
+
+
+def _method(spec: BreakSpec, owner: type, name: str) -> NamedTarget:
+    """A method, patched on the class that defines it."""
+    defining = next(cls for cls in owner.__mro__ if name in vars(cls))
+    return _named(spec, _unwrap(vars(defining)[name]), (Place(defining, name),))
+
+
 def _named(spec: BreakSpec, target: Callable[..., Any], places: tuple[Place, ...]) -> NamedTarget:
     if not callable(target):
         raise SpecError(
             f"target {target!r} is not callable",
+            code="SG106",
             break_name=spec.name,
             fix='give a callable, or a string such as "pkg.mod:fn"',
         )
     if not places:
         raise SpecError(
             f"no module-level name is bound to {_describe(target)}, so its calls cannot be seen",
+            code="SG106",
             break_name=spec.name,
             fix="decorate the function with @specgraph.graph_break(...) where it is defined",
         )
-    return NamedTarget(BreakSite(spec, target, _signature(spec, target)), places)
+    return NamedTarget(BreakSite(spec, target, (_signature(spec, target),)), places)
 
 
 def _describe(target: Any) -> str:
@@ -150,15 +191,16 @@ def _describe(target: Any) -> str:
 
 
 def _signature(spec: BreakSpec, target: Callable[..., Any]) -> inspect.Signature:
-    try:
-        return inspect.signature(target)
-    except (TypeError, ValueError):
+    signature = signature_of(target)
+    if signature is None:
         name = getattr(target, "__name__", "name")
         raise SpecError(
             f"{_describe(target)} is built in and has no signature to bind a call to",
             break_name=spec.name,
+            code="SG106",
             fix=f'name the dispatcher op instead, as "op:aten::{name}", or wrap it in a function',
-        ) from None
+        )
+    return signature
 
 
 def _places_of(target: Callable[..., Any]) -> Iterator[Place]:
@@ -181,54 +223,35 @@ def _unwrap(attribute: Any) -> Any:
 
 
 def _imported(spec: BreakSpec, path: str) -> NamedTarget:
-    module_name, colon, qualname = path.partition(":")
-    if not colon or not module_name or not qualname:
-        raise SpecError(
-            f"target {path!r} is no import path",
-            break_name=spec.name,
-            fix='write "pkg.mod:fn", "pkg.mod:Class.method", "module:blocks.*.attn" or "op:ns::name"',
-        )
     try:
-        owner: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        raise SpecError(
-            f"target {path!r}: module {module_name!r} cannot be imported ({error})",
-            break_name=spec.name,
-            fix="correct the module's name, or install the package it belongs to",
-        ) from error
-    *parents, name = qualname.split(".")
-    for part in parents:
-        owner = getattr(owner, part, None)
-    if not hasattr(owner, name):
-        raise SpecError(
-            f"target {path!r}: {module_name} has no {qualname}",
-            break_name=spec.name,
-            fix="correct the name after the colon",
-        )
-    if not inspect.isclass(owner):
-        target = getattr(owner, name)
-        return _named(spec, target, tuple(_places_of(target)))
-    defining = next(cls for cls in owner.__mro__ if name in vars(cls))
-    return _named(spec, _unwrap(vars(defining)[name]), (Place(defining, name),))
+        owner, name = import_path(path, "target")
+    except SpecError as error:
+        raise error.within(break_name=spec.name) from None
+    if inspect.isclass(owner):
+        return _method(spec, owner, name)
+    return _callable(spec, getattr(owner, name))
 
 
 def _submodules(spec: BreakSpec, glob: str, fn: Callable[..., Any]) -> Iterator[NamedTarget]:
     if not isinstance(fn, torch.nn.Module):
         raise SpecError(
             f"target {spec.target!r} looks for submodules, but {_describe(fn)} is no nn.Module",
+            code="SG106",
             break_name=spec.name,
             fix="capture an nn.Module, or name the function to break at",
         )
     parts = glob.split(".")
-    found = False
-    for name, module in fn.named_modules():
+    found: dict[int, str] = {}
+    for name, module in fn.named_modules(remove_duplicate=False):
         path = name.split(".")
-        if len(path) == len(parts) and all(map(fnmatch.fnmatchcase, path, parts)):
-            found = True
+        matches = len(path) == len(parts) and all(map(fnmatch.fnmatchcase, path, parts))
+        if name and matches and id(module) not in found:
+            found[id(module)] = name
             yield _submodule(spec, name, module)
     if not found:
         raise SpecError(
             f"target {spec.target!r} matches no submodule of {type(fn).__name__}",
+            code="SG106",
             break_name=spec.name,
             actual=f"submodules: {', '.join(list(dict(fn.named_modules()))[1:9]) or 'none'}, ...",
             fix="correct the glob; * stands for one part of the dotted name",
@@ -242,7 +265,7 @@ def _submodule(spec: BreakSpec, name: str, module: torch.nn.Module) -> NamedTarg
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return unbound(self, *args, **kwargs) if patched is None else patched(*args, **kwargs)
 
-    site = BreakSite(spec, forward, _signature(spec, unbound), instance=name)
+    site = BreakSite(spec, forward, (_signature(spec, unbound),), instance=name)
     return NamedTarget(site, (Place(module, "forward"),))
 
 
@@ -253,21 +276,22 @@ def _op(spec: BreakSpec, name: str) -> OpTarget:
     if packet is None or (overload and overload not in packet.overloads()):
         raise SpecError(
             f"target {spec.target!r}: there is no such dispatcher op",
+            code="SG106",
             break_name=spec.name,
             fix='write "op:namespace::name", and import what registers the op before the capture',
         )
     overloads = [overload] if overload else packet.overloads()
     ops = [getattr(packet, each) for each in overloads]
-    arguments = ops[0]._schema.arguments
-    parameters = [
-        inspect.Parameter(
-            argument.name,
-            inspect.Parameter.KEYWORD_ONLY
-            if argument.kwarg_only
-            else inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=argument.default_value if argument.has_default_value() else inspect.Parameter.empty,
-        )
-        for argument in arguments
-    ]
-    site = BreakSite(spec, packet, inspect.Signature(parameters))
+    site = BreakSite(spec, packet, tuple(_schema_signature(op) for op in ops))
     return OpTarget(site, frozenset(op.name() for op in ops))
+
+
+def _schema_signature(op: torch._ops.OpOverload) -> inspect.Signature:
+    parameters = []
+    for argument in op._schema.arguments:
+        by_name = inspect.Parameter.KEYWORD_ONLY
+        kind = by_name if argument.kwarg_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
+        has_default = argument.has_default_value()
+        default = argument.default_value if has_default else inspect.Parameter.empty
+        parameters.append(inspect.Parameter(argument.name, kind, default=default))
+    return inspect.Signature(parameters)

@@ -16,9 +16,9 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
+from .calls import BreakCall
 from .errors import SpecError
 from .executor import CapturedBreak, CapturedGraph, capture, run_checked
-from .intercept import BreakCall
 from .planner import CapturePlan, plan
 from .spec import Example, ModelSpec, Preset
 
@@ -112,9 +112,18 @@ def choose_preset(spec: ModelSpec, name: str | None) -> Preset:
     Raises:
         SpecError: there is no such preset, or several to choose from.
     """
+    return spec.presets[name_of_preset(spec, name)]
+
+
+def name_of_preset(spec: ModelSpec, name: str | None) -> str:
+    """`name` where there is such a preset; None: the name of the only one.
+
+    Raises:
+        SpecError: there is no such preset, or several to choose from.
+    """
     known = ", ".join(spec.presets) or "none"
     if name is None and len(spec.presets) == 1:
-        return next(iter(spec.presets.values()))
+        return next(iter(spec.presets))
     if name is None or name not in spec.presets:
         raise SpecError(
             f"there is no preset {name!r}" if name else "the spec has no single preset",
@@ -122,7 +131,7 @@ def choose_preset(spec: ModelSpec, name: str | None) -> Preset:
             expected=f"one of: {known}",
             fix="choose one with --preset",
         )
-    return spec.presets[name]
+    return name
 
 
 def build_preset(preset: Preset, dims: Mapping[str, int], device: torch.device | None = None) -> BuiltPreset:
@@ -183,6 +192,7 @@ def verify(
     dims: Mapping[str, int] | None = None,
     device: torch.device | None = None,
     replays: int = 5,
+    poison: bool = False,
     on_round: Callable[[], None] | None = None,
 ) -> VerifyReport:
     """Capture a preset and compare replays with eager runs at rtol=0, atol=0.
@@ -193,6 +203,7 @@ def verify(
         dims: values that stand in for the preset's own.
         device: where to run; None: the preset's own device, or the CPU.
         replays: how many, each on fresh inputs and live values.
+        poison: fill memory that nothing may read with NaN; see `executor.poison`.
         on_round: called after each.
 
     Raises:
@@ -207,7 +218,8 @@ def verify(
         )
     built = build_preset(preset, dims or {}, device)
     first = built.example(seed=0)
-    captured = capture(built.fn, spec, first.inputs, first.live)
+    validate = "poison" if poison else "strict"
+    captured = capture(built.fn, spec, first.inputs, first.live, validate=validate)
     rounds = []
     for seed in range(1, replays + 1):
         example = built.example(seed)

@@ -14,9 +14,10 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
+from ..calls import BreakCall
+from ..dims import Dim, Name, Rest
 from ..errors import LayoutError
-from ..intercept import BreakCall
-from ..layout import ConcreteLayout, Dim, Name, Rest
+from ..layout import ConcreteLayout
 from ..spec import ModelSpec, Ownership, named_outputs
 
 Slot: TypeAlias = tuple[Any, int | str]
@@ -63,7 +64,7 @@ def place_body(
     args, kwargs = list(call.args), dict(call.kwargs)
     if convert is not None:
         args, kwargs = pytree.tree_map_only(torch.Tensor, convert, (args, kwargs))
-    positions = _positions(call.site.signature, len(args))
+    positions = _positions(call.signature, len(args))
     if spec.ownership is Ownership.PASS_THROUGH:
         for parameter, buffer in zip(spec.out, buffers, strict=True):
             container, key = _slot(parameter, positions, args, kwargs)

@@ -7,25 +7,34 @@ and begins the next segment. For the replay it keeps of each argument what its p
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
+from ..calls import BreakCall
 from ..callsite import user_line
+from ..dims import format_dims
 from ..errors import CaptureError, PlanError, SpecGraphError
 from ..inputs import ModelInputs, check_inputs, check_live
-from ..intercept import BreakCall, Session
-from ..layout import format_dims
+from ..intercept import Session
+from ..layout import empty
 from ..ops import tensors_in
 from ..planner.model import BreakStep, CapturePlan
-from ..planner.provenance import Origin, Provenance, StorageOrigins, named_state
-from ..planner.trace import empty, plan, structured
+from ..planner.provenance import Origin, Provenance, StorageOrigins, model_state
+from ..planner.trace import plan, structured
 from ..spec import ModelSpec
 from .backends import Backend, Pool, make_backend
 from .body import ResultWriter, place_body
 from .eager import run_checked
-from .graph import CapturedBreak, CapturedGraph, CapturedSegment
+from .graph import CapturedBreak, CapturedGraph, CapturedSegment, CapturedStep
+from .leaks import MadeInCapture
+from .poison import PoisonFill, Span, UnwrittenCheck, merged
+from .weights import WatchedTensor, WeightWatch
+
+logger = logging.getLogger("specgraph")
 
 
 def capture(
@@ -48,16 +57,17 @@ def capture(
         inputs: keyword arguments, on the backend's device; their sizes are the captured ones.
         live: a value for each of the spec's live values.
         backend: `"cuda"`, `"cpu"`, or `"auto"`, the one of the inputs' device.
-        validate: `"strict"`: every replay checks its inputs and every body's results.
+        validate: `"strict"`: every replay checks its inputs and every body's results. `"poison"`: and fills
+            memory that nothing may read with NaN, and looks for elements a body left unwritten; slow.
         pool: another capture's `.pool`, to share memory with it.
 
     Raises:
         SpecError, LayoutError, PlanError: as `plan` does, or the capture does not follow the plan.
         CaptureError: the capture failed, or was asked for while another is in progress.
     """
-    if validate != "strict":
+    if validate not in ("strict", "poison"):
         raise CaptureError(
-            f"there is no validation {validate!r}", spec=spec.name, fix='use validate="strict"'
+            f"there is no validation {validate!r}", spec=spec.name, fix='use "strict" or "poison"'
         )
     taken_apart = ModelInputs.of(inputs)
     dims = check_inputs(spec, fn, taken_apart)
@@ -77,7 +87,7 @@ def capture(
             run_checked(fn, spec, kwargs, live, engine.device)
             _fill(static, taken_apart)
         capture_plan = plan(fn, spec, kwargs, live)
-        recorder = _Recorder(spec, fn, static, capture_plan, engine, live)
+        recorder = _Recorder(spec, fn, static, capture_plan, engine, live, validate == "poison")
         with torch.inference_mode(False), torch.no_grad(), engine.capturing(pool):
             recorder.begin_segment()
             with Session(spec, fn, recorder):
@@ -86,6 +96,10 @@ def capture(
     except SpecGraphError as error:
         error.within(spec=spec.name)
         raise
+    tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    leaks = recorder.made.still_alive(tensors)
+    for leak in leaks:
+        logger.warning("%s: %s", spec.name, leak)
     return CapturedGraph(
         spec=spec,
         plan=capture_plan,
@@ -96,6 +110,8 @@ def capture(
         steps=recorder.steps,
         kept=recorder.kept,
         live=recorder.live,
+        weights=recorder.weights(),
+        leaks=leaks,
     )
 
 
@@ -123,23 +139,29 @@ class _Recorder:
         capture_plan: CapturePlan,
         backend: Backend,
         live: dict[str, Any],
+        poisons: bool,
     ) -> None:
         self.spec = spec
         self.backend = backend
+        self._poisons = poisons
         self.live = live
-        self.steps: list[CapturedSegment | CapturedBreak] = []
+        self.steps: list[CapturedStep] = []
         self.kept: list[torch.Tensor] = []
+        self.made = MadeInCapture()
         self._expected = list(capture_plan.breaks)
         self._done = 0
         self._origins = StorageOrigins()
-        for name, tensor in named_state(fn):
-            self._origins.claim(tensor, Provenance(Origin.PARAMETER, name))
+        self._state = list(model_state(fn))
+        self._read: set[Provenance] = set()
+        for each in self._state:
+            self._origins.claim(each.tensor, Provenance(Origin.PARAMETER, each.name))
         for name, tensor in static.items():
             self._origins.claim(tensor, Provenance(Origin.INPUT, name))
 
     @property
     def segment_name(self) -> str:
-        return f"segment {len(self.steps)}"
+        steps = [step for step in self.steps if isinstance(step, CapturedSegment | CapturedBreak)]
+        return f"segment {len(steps)}"
 
     def on_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         return func(*args, **kwargs)
@@ -152,6 +174,7 @@ class _Recorder:
         for tensor in tensors_in(result):
             if self._origins.find(tensor) is None:
                 self._origins.claim(tensor, Provenance(Origin.SEGMENT, self.segment_name))
+                self.made.note(tensor, self.segment_name)
         return result
 
     def _provenance(self, tensor: torch.Tensor) -> Provenance:
@@ -163,7 +186,20 @@ class _Recorder:
             provenance = Provenance(origin, f"tensor {len(self.kept)}")
             self._origins.claim(tensor, provenance)
             self.kept.append(tensor)
+        self._read.add(provenance)
         return provenance
+
+    def weights(self) -> WeightWatch:
+        """A watch over the parameters and buffers that were read."""
+        read = {each.source for each in self._read if each.origin is Origin.PARAMETER}
+        return WeightWatch(
+            self.spec.name,
+            (
+                (WatchedTensor(each.name, each.owner, each.attribute, each.tensor.data_ptr()), each.tensor)
+                for each in self._state
+                if each.name in read
+            ),
+        )
 
     def begin_segment(self) -> None:
         self.backend.begin_segment()
@@ -180,6 +216,9 @@ class _Recorder:
             PlanError: the plan has breaks that the capture did not come to.
         """
         self._end_segment()
+        if self._poisons:
+            # The first step of a replay: nothing in the pool is live yet.
+            self.steps.insert(0, self._fill(self.made.all_spans()))
         if self._done < len(self._expected):
             self._differs(str_break(self._expected[self._done]), "the model returned")
 
@@ -189,6 +228,7 @@ class _Recorder:
         for name, buffer in zip(call.outputs, buffers, strict=True):
             source = Provenance(Origin.BREAK_OUTPUT, f"{call.site.label}: {name}")
             self._origins.claim(buffer, source)
+            self.made.note(buffer, source.source)
         self._end_segment()
         writer = ResultWriter(self.spec, call, buffers)
         result = place_body(call, call.site.spec.capture_stub, buffers).run(self.live)
@@ -196,17 +236,26 @@ class _Recorder:
         # The replay must not keep what the pool is to reuse, the buffers included.
         held = {id(tensor): self._held(tensor) for tensor in call.tensors.values()}
         aliases = [self.backend.alias(buffer) for buffer in buffers]
+        by_name = dict(zip(call.outputs, aliases, strict=True))
+        if self._poisons:
+            spans = [_span_of(buffer) for buffer in buffers]
+            self.steps.append(self._fill(merged([*self.made.dead_spans(), *spans])))
         self.steps.append(
             CapturedBreak(
                 plan=step,
                 body=place_body(call, None, aliases, lambda each: held.get(id(each), each)),
                 writer=ResultWriter(self.spec, call, aliases),
                 tensors={name: held[id(each)] for name, each in call.tensors.items()},
-                outputs=dict(zip(call.outputs, aliases, strict=True)),
+                outputs=by_name,
             )
         )
+        if self._poisons:
+            self.steps.append(UnwrittenCheck(self.spec.name, call.site.label, by_name))
         self.begin_segment()
         return structured(call.site.spec.outputs, dict(zip(call.outputs, buffers, strict=True)))
+
+    def _fill(self, spans: list[Span]) -> PoisonFill:
+        return PoisonFill(tuple(self.backend.bytes_at(start, end - start) for start, end in spans))
 
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the replay holds of an argument: an alias of pool memory, anything else itself."""
@@ -240,6 +289,11 @@ class _Recorder:
             fix="the model took another path than when it was traced on the host: look for a branch on the "
             "device, on values, or on state that the first run changed",
         )
+
+
+def _span_of(tensor: torch.Tensor) -> Span:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 def str_break(step: BreakStep) -> str:

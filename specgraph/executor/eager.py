@@ -10,9 +10,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..intercept import BreakCall, Session
-from ..layout import ConcreteLayout
-from ..planner.trace import empty, structured
+from ..calls import BreakCall
+from ..intercept import Session
+from ..layout import ConcreteLayout, empty
+from ..planner.trace import structured
 from ..spec import ModelSpec
 from .body import ResultWriter, place_body
 

@@ -8,7 +8,7 @@ and its writes. Nothing is decided at replay that capture could decide.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -21,6 +21,9 @@ from ..planner.model import BreakStep, CapturePlan
 from ..spec import ModelSpec
 from .backends.base import Pool, Replay
 from .body import PlacedBody, ResultWriter
+from .leaks import Leak
+from .poison import PoisonFill, UnwrittenCheck
+from .weights import WeightWatch
 
 
 @attrs.frozen(eq=False)
@@ -28,6 +31,10 @@ class CapturedSegment:
     """A segment's graph."""
 
     replay: Replay
+
+    def bind(self, live: Mapping[str, Any]) -> Callable[[], object]:
+        """The step as a callable; a graph knows no live values."""
+        return self.replay
 
 
 @attrs.frozen(eq=False)
@@ -61,6 +68,9 @@ class CapturedBreak:
         return step
 
 
+CapturedStep: TypeAlias = CapturedSegment | CapturedBreak | PoisonFill | UnwrittenCheck
+
+
 @attrs.define
 class ReplayStats:
     """What a captured graph has done so far."""
@@ -76,6 +86,7 @@ class CapturedGraph:
         inputs: the static input buffers, by input name.
         outputs: the static outputs, in the structure the model returns; the next replay overwrites them.
         stats: what it has done so far.
+        leaks: what the capture made and the model keeps, outputs aside; logged as warnings too.
     """
 
     def __init__(
@@ -87,9 +98,11 @@ class CapturedGraph:
         structure: ModelInputs,
         inputs: Mapping[str, torch.Tensor],
         outputs: Any,
-        steps: list[CapturedSegment | CapturedBreak],
+        steps: list[CapturedStep],
         kept: list[torch.Tensor],
         live: dict[str, Any],
+        weights: WeightWatch,
+        leaks: tuple[Leak, ...],
     ) -> None:
         self.plan = plan
         self.inputs = inputs
@@ -100,11 +113,13 @@ class CapturedGraph:
         self._structure = structure
         self._steps = steps
         self._kept = kept
+        self._weights = weights
+        self.leaks = leaks
         # Bodies read live values from this one dict, which every replay fills.
         self._live = live
         self._full_lengths = {name: plan.dims[name] for name in spec.buckets}
         self._live_keys = frozenset(spec.live)
-        self._run = [step.replay if isinstance(step, CapturedSegment) else step.bind(live) for step in steps]
+        self._run = [step.bind(live) for step in steps]
         self._expected = [
             (name, buffer.shape, buffer.dtype, buffer.device, buffer) for name, buffer in inputs.items()
         ]
@@ -138,6 +153,7 @@ class CapturedGraph:
             LayoutError: an input, or a body's result, is not what was captured.
         """
         with self.pool.exclusive():
+            self._weights.check()
             tensors = self._checked(inputs)
             self._take_live(live)
             with torch.no_grad():
@@ -155,6 +171,7 @@ class CapturedGraph:
             LayoutError: a body's result is not what was captured.
         """
         with self.pool.exclusive():
+            self._weights.check()
             self._take_live(live)
             with torch.no_grad():
                 self._replay()
@@ -164,9 +181,7 @@ class CapturedGraph:
             step()
         self.stats.replays += 1
 
-    def walk(
-        self, live: Mapping[str, Any] | None = None, **inputs: Any
-    ) -> Iterator[CapturedSegment | CapturedBreak]:
+    def walk(self, live: Mapping[str, Any] | None = None, **inputs: Any) -> Iterator[CapturedStep]:
         """One call, step by step: yields each step when it has run, before the next one does.
 
         Between two steps the tensors that a break was handed and has written may be looked at.
@@ -175,6 +190,7 @@ class CapturedGraph:
             ReplayError, LayoutError: as a call does.
         """
         with self.pool.exclusive(), torch.no_grad():
+            self._weights.check()
             tensors = self._checked(inputs)
             self._take_live(live)
             for value, buffer in zip(tensors, self.inputs.values(), strict=True):

@@ -13,12 +13,17 @@ from collections.abc import Mapping
 from typing import Literal
 
 import attrs
+import cattrs
 
-from ..converter import converter
+from ..converter import plan_converter
+from ..errors import PlanError
 from ..layout import ConcreteLayout
 from ..spec import Ownership
 from .provenance import Provenance
 from .text import render
+
+FORMAT = 1
+"""Version of the JSON that `CapturePlan.to_json` writes."""
 
 
 @attrs.frozen
@@ -199,7 +204,7 @@ class CapturePlan:
     @property
     def digest(self) -> str:
         """SHA-256 over what the plan says, independent of device and of where files lie."""
-        data = converter.unstructure(self)
+        data = plan_converter.unstructure(self)
         del data["device"], data["diagnostics"]
         for step in data["steps"]:
             step.pop("where", None)
@@ -207,13 +212,37 @@ class CapturePlan:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> str:
-        """The plan as indented JSON; `from_json` reads it back."""
-        return json.dumps(converter.unstructure(self), indent=1)
+        """The plan as JSON, one step or buffer a line; `from_json` reads it back."""
+        return _lines_of_json({"format": FORMAT, **plan_converter.unstructure(self)})
 
     @classmethod
     def from_json(cls, text: str) -> CapturePlan:
-        """A plan from what `to_json` wrote."""
-        return converter.structure(json.loads(text), cls)
+        """A plan from what `to_json` wrote.
+
+        Raises:
+            PlanError: the text is no plan, or one of another format.
+        """
+        fix = "write it again with `specgraph plan --format json` or `--lock`"
+        try:
+            data = json.loads(text)
+            found = data.pop("format", None)
+            data.pop("lock", None)
+            if found not in (None, FORMAT):
+                raise PlanError(f"the plan is of format {found}", expected=f"format {FORMAT}", fix=fix)
+            return plan_converter.structure(data, cls)
+        except (ValueError, AttributeError, cattrs.BaseValidationError) as error:
+            raise PlanError(f"the text is no capture plan ({error})", fix=fix) from error
 
     def __str__(self) -> str:
         return render(self)
+
+
+def _lines_of_json(data: Mapping[str, object]) -> str:
+    """JSON with a line for each key and each element of a list, so that a change shows as its lines."""
+    entries = []
+    for key, value in data.items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value:
+            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        entries.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(entries) + "\n}"

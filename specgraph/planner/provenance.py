@@ -97,8 +97,27 @@ def _is_filled(cell: Any) -> bool:
         return False
 
 
-def named_state(fn: Callable[..., Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers of the modules of `fn`, by dotted name."""
-    for module in modules_of(fn):
-        yield from module.named_parameters()
-        yield from module.named_buffers()
+@attrs.frozen(eq=False)
+class StateTensor:
+    """A parameter or buffer of a model.
+
+    Args:
+        name: its dotted name.
+        owner: the module it belongs to.
+        attribute: its name there.
+        tensor: itself.
+    """
+
+    name: str
+    owner: torch.nn.Module
+    attribute: str
+    tensor: torch.Tensor
+
+
+def model_state(fn: Callable[..., Any]) -> Iterator[StateTensor]:
+    """Parameters and buffers of the modules of `fn`."""
+    for root in modules_of(fn):
+        for path, module in root.named_modules():
+            own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            for attribute, tensor in own:
+                yield StateTensor(f"{path}.{attribute}" if path else attribute, module, attribute, tensor)

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..layout import format_dims
+from ..dims import format_dims
 from .provenance import Origin
 
 if TYPE_CHECKING:
@@ -43,16 +43,16 @@ def renderable(plan: CapturePlan) -> RenderableType:
         parts.append(Text(f"dims {format_dims(plan.dims)}"))
     inputs = _grid()
     for name, layout in plan.inputs.items():
-        inputs.add_row(name, str(layout), format_bytes(layout.nbytes))
+        _add_row(inputs, name, str(layout), format_bytes(layout.nbytes))
     for value in plan.values:
-        inputs.add_row(value.name, value.value, "frozen")
+        _add_row(inputs, value.name, value.value, "frozen")
     for name in plan.live:
-        inputs.add_row(name, "live", "handed in at every replay")
+        _add_row(inputs, name, "live", "handed in at every replay")
     parts += _section("inputs", inputs)
     parts += _section("steps", _steps(plan))
     outputs = _grid()
     for output in plan.outputs:
-        outputs.add_row(output.name, str(output.layout), f"from {output.provenance}")
+        _add_row(outputs, output.name, str(output.layout), f"from {output.provenance}")
     parts += _section("outputs", outputs)
     parts += _section("memory", _memory(plan))
     if plan.diagnostics:
@@ -75,6 +75,11 @@ def format_bytes(nbytes: int) -> str:
     return f"{size:.2f} GiB"
 
 
+def _add_row(table: Table, *cells: RenderableType) -> None:
+    """Add a row; text in it is shown letter by letter, never read as markup."""
+    table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+
+
 def _grid() -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(overflow="fold")
@@ -95,12 +100,13 @@ def _steps(plan: CapturePlan) -> RenderableType:
         period, times = _repeat(shapes, at)
         for index in range(at, at + period):
             for row in _step_rows(index, plan.steps[index]):
-                table.add_row(*row)
+                _add_row(table, *row)
         at += period
         if times > 1:
             last = at + period * (times - 1) - 1
             those = "step" if period == 1 else f"{period} steps"
-            table.add_row(
+            _add_row(
+                table,
                 Text(f"{at}-{last}", style="dim"),
                 Text("...", style="dim"),
                 Text(f"the same {those}, {counted(times - 1, 'more time')}", style="dim"),
@@ -149,12 +155,12 @@ def _step_rows(index: int, step: SegmentStep | BreakStep) -> Iterator[Row]:
     for use in step.tensors:
         origin = f"from {use.provenance}{', written in place' if use.mutated else ''}"
         style = "red" if use.provenance.origin is Origin.EXTERNAL else ""
-        details.add_row(use.name, str(use.layout), Text(origin, style=style))
+        _add_row(details, use.name, str(use.layout), Text(origin, style=style))
     for name, layout in step.outputs.items():
-        details.add_row(Text(name, style="cyan"), str(layout), "")
+        _add_row(details, Text(name, style="cyan"), str(layout), "")
     for value in step.values:
         how = f"live {value.live}" if value.live else f"frozen {value.value}"
-        details.add_row(Text(value.name, style="dim"), Text(how, style="dim"), "")
+        _add_row(details, Text(value.name, style="dim"), Text(how, style="dim"), "")
     if step.dims:
         yield "", "", Text(format_dims(step.dims))
     yield "", "", details
@@ -187,7 +193,7 @@ def _memory(plan: CapturePlan) -> Table:
     )
     table = _grid()
     for name, nbytes, note in rows:
-        table.add_row(name, format_bytes(nbytes), Text(note, style="dim"))
+        _add_row(table, name, format_bytes(nbytes), Text(note, style="dim"))
     return table
 
 
@@ -196,5 +202,5 @@ def _diagnostics(plan: CapturePlan) -> Table:
     for each in plan.diagnostics:
         step = f"step {each.step}" if each.step >= 0 else ""
         where = f"\n{each.where}" if each.where else ""
-        table.add_row(step, Text(each.code, style="red"), Text(f"{each.message}{where}"))
+        _add_row(table, step, Text(each.code, style="red"), Text(f"{each.message}{where}"))
     return table

@@ -8,11 +8,9 @@ written, or moved, and nothing large is allocated.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import gc
-import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,13 +23,15 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
+from ..calls import BreakCall
 from ..callsite import user_line
-from ..errors import HostSyncError, PlanError, SpecGraphError
+from ..dims import Dims
+from ..errors import PlanError, SpecGraphError
 from ..inputs import ModelInputs, check_inputs, leaf_name
-from ..intercept import BreakCall, Session
-from ..layout import ConcreteLayout, Dims
-from ..ops import launches, makes_constant, map_tensors, tensors_in
-from ..spec import ModelSpec, Outputs, Ownership
+from ..intercept import Session
+from ..layout import ConcreteLayout, empty
+from ..ops import host_sync, launches, makes_constant, map_tensors, tensors_in
+from ..spec import ModelSpec, Outputs, Ownership, target_text
 from .memory import Lifetime, Lifetimes
 from .model import (
     BreakStep,
@@ -43,9 +43,9 @@ from .model import (
     TensorUse,
     ValueUse,
 )
-from .provenance import CONSTANT, Origin, Provenance, StorageOrigins, modules_of, named_state
-
-_HOST = torch.device("cpu")
+from .preserve import unchanged
+from .provenance import CONSTANT, Origin, Provenance, StorageOrigins, model_state, modules_of
+from .stand_ins import HOST, StandIns
 
 
 def plan(
@@ -78,7 +78,7 @@ def plan(
         )
     taken_apart = ModelInputs.of(inputs)
     dims = check_inputs(spec, fn, taken_apart)
-    with torch.inference_mode(False), torch.no_grad(), _unchanged(modules_of(fn)):
+    with torch.inference_mode(False), torch.no_grad(), unchanged(modules_of(fn)):
         return _Trace(spec, fn, taken_apart, dims).run()
 
 
@@ -95,9 +95,7 @@ class _Trace:
         self.lifetimes = Lifetimes()
         self.origins = StorageOrigins()
         self.fake_mode = FakeTensorMode()
-        self.state_names = {id(tensor): name for name, tensor in named_state(fn)}
-        # The real tensor is kept beside its stand-in, so that its id stays its own.
-        self.stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.stand_ins = StandIns(self.fake_mode, model_state(fn))
         self.reached: set[str] = set()
         self._open_segment()
 
@@ -143,7 +141,7 @@ class _Trace:
             raise
 
     def _static_input(self, name: str, layout: ConcreteLayout) -> torch.Tensor:
-        fake = empty(layout, _HOST)
+        fake = empty(layout, HOST)
         provenance = Provenance(Origin.INPUT, name)
         self.origins.claim(fake, provenance)
         self._born(fake, provenance, name, step=-1)
@@ -158,13 +156,18 @@ class _Trace:
 
     def on_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Keep everything on the host, where the fakes are."""
-        if getattr(func, "__name__", "") == "cuda":
+        name = getattr(func, "__name__", "")
+        if name in ("numpy", "__array__"):
+            raise host_sync(f"Tensor.{name}", self.segment_name)
+        if name == "cpu":
+            self._note("host-copy", "x.cpu() is nothing on the host; on a GPU it cannot be captured")
+        if name == "cuda":
             return args[0]
-        if not any(map(_names_device, args)) and "device" not in kwargs:
-            return func(*args, **kwargs)
-        args = tuple(_HOST if _names_device(arg) else arg for arg in args)
+        if func is torch.device:
+            return torch.device(*args, **kwargs)
+        args = tuple(HOST if _names_device(arg, name) else arg for arg in args)
         if kwargs.get("device") is not None:
-            kwargs = {**kwargs, "device": _HOST}
+            kwargs = {**kwargs, "device": HOST}
         return func(*args, **kwargs)
 
     def on_op(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -175,10 +178,11 @@ class _Trace:
             return constant
         args, kwargs = map_tensors(self._fake, (args, kwargs))
         step = len(self.steps)
-        for tensor in tensors_in((args, kwargs)):
-            self._read(tensor, step)
+        if launches(func):
+            self.num_ops += 1
+            for tensor in tensors_in((args, kwargs)):
+                self._read(tensor, step)
         result = self._run_fake(func, args, kwargs)
-        self.num_ops += launches(func)
         for tensor in tensors_in(result):
             if self.origins.find(tensor) is None:
                 provenance = Provenance(Origin.SEGMENT, self.segment_name)
@@ -191,14 +195,23 @@ class _Trace:
         try:
             return func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            raise host_sync(func.name(), self.segment_name, self.spec.name) from None
+            raise host_sync(func.name(), self.segment_name) from None
         except UnsupportedOperatorException:
-            raise PlanError(
-                f"{func.name()} has no fake implementation, so {self.segment_name} cannot be traced",
-                spec=self.spec.name,
-                where=user_line(),
-                fix=f'register one with torch.library.register_fake, or declare the break "op:{func.name()}"',
-            ) from None
+            raise self._untraceable(func, "it has no fake implementation") from None
+        except RuntimeError as error:
+            if func.namespace in ("aten", "prims"):
+                raise
+            # torch.library.custom_op registers a fake that only raises.
+            raise self._untraceable(func, str(error)) from error
+
+    def _untraceable(self, func: torch._ops.OpOverload, reason: str) -> PlanError:
+        return PlanError(
+            f"{func.name()} in {self.segment_name} cannot be traced with fake tensors",
+            spec=self.spec.name,
+            actual=reason,
+            where=user_line(),
+            fix=f'register one with torch.library.register_fake, or declare the break "op:{func.name()}"',
+        )
 
     def _read(self, tensor: torch.Tensor, step: int) -> None:
         self.lifetimes.used(tensor, step)
@@ -212,34 +225,22 @@ class _Trace:
         """The fake that stands in for a real tensor."""
         if isinstance(tensor, FakeTensor):
             return tensor
-        known = self.stand_ins.get(id(tensor))
-        if known is not None:
-            return known[1]
-        with self.fake_mode:
-            fake = empty(ConcreteLayout.of(tensor), _HOST)
-        self.stand_ins[id(tensor)] = (tensor, fake)
-        provenance = self._real_provenance(tensor)
+        fake, provenance = self.stand_ins.of(tensor)
+        if self.origins.find(fake) is not None:
+            return fake
         self.origins.claim(fake, provenance)
         if provenance.origin is Origin.EXTERNAL:
             layout = ConcreteLayout.of(tensor)
-            self.diagnostics.append(
-                Diagnostic(
-                    "external-tensor",
-                    f"{layout} ({layout.nbytes} bytes) is neither an input nor a parameter: it is kept alive "
-                    "by the capture, and every replay reads this very tensor; make it an input if it changes",
-                    step=len(self.steps),
-                    where=user_line(),
-                )
+            self._note(
+                "external-tensor",
+                f"{layout} ({layout.nbytes} bytes) is neither an input nor a parameter: it is kept alive by "
+                "the capture, and every replay reads this very tensor; make it an input if it changes",
             )
         return fake
 
-    def _real_provenance(self, tensor: torch.Tensor) -> Provenance:
-        name = self.state_names.get(id(tensor))
-        if name is not None:
-            return Provenance(Origin.PARAMETER, name)
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        origin = Origin.PARAMETER if is_parameter else Origin.EXTERNAL
-        return Provenance(origin, f"tensor {len(self.stand_ins)}")
+    def _note(self, code: str, message: str) -> None:
+        """A diagnostic about the step and the line of the model that are being traced."""
+        self.diagnostics.append(Diagnostic(code, message, step=len(self.steps), where=user_line()))
 
     def on_break(self, call: BreakCall) -> object:
         """End the segment, make the outputs, note the step."""
@@ -249,7 +250,7 @@ class _Trace:
         tensors, values = self._arguments(call, step)
         results = {}
         for name, layout in call.outputs.items():
-            results[name] = empty(layout, _HOST)
+            results[name] = empty(layout, HOST)
             provenance = Provenance(Origin.BREAK_OUTPUT, f"{call.site.label}: {name}")
             self.origins.claim(results[name], provenance)
             self._born(results[name], provenance, provenance.source, step)
@@ -285,14 +286,10 @@ class _Trace:
             mutated = name.partition("[")[0] in spec.mutates
             tensors.append(TensorUse(name, ConcreteLayout.of(leaf), provenance, mutated))
             if mutated and provenance.origin is Origin.INPUT:
-                self.diagnostics.append(
-                    Diagnostic(
-                        "mutated-input",
-                        f"{call.site.label} writes {name}, which is {provenance}: the static buffer changes, "
-                        "the caller's tensor does not",
-                        step=step,
-                        where=user_line(),
-                    )
+                self._note(
+                    "mutated-input",
+                    f"{call.site.label} writes {name}, which is {provenance}: the static buffer changes, the "
+                    "caller's tensor does not",
                 )
         return tuple(tensors), tuple(values)
 
@@ -349,11 +346,7 @@ class _Trace:
         )
 
     def _memory(self, layouts: Mapping[str, ConcreteLayout], outputs: tuple[TensorUse, ...]) -> Memory:
-        sizes = dict.fromkeys((Origin.PARAMETER, Origin.EXTERNAL), 0)
-        for real, fake in self.stand_ins.values():
-            provenance = self.origins.find(fake)
-            if provenance is not None:
-                sizes[provenance.origin] += ConcreteLayout.of(real).nbytes
+        sizes = self.stand_ins.nbytes()
         return Memory(
             static_inputs=sum(layout.nbytes for layout in layouts.values()),
             parameters=sizes[Origin.PARAMETER],
@@ -363,11 +356,6 @@ class _Trace:
             copied_at_breaks=sum(step.copied_nbytes for step in self.steps if isinstance(step, BreakStep)),
             copied_out=sum(output.layout.nbytes for output in outputs),
         )
-
-
-def empty(layout: ConcreteLayout, device: torch.device) -> torch.Tensor:
-    """An uninitialised tensor of that layout."""
-    return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=device)
 
 
 def structured(outputs: Outputs, results: Mapping[str, torch.Tensor]) -> object:
@@ -382,24 +370,6 @@ def structured(outputs: Outputs, results: Mapping[str, torch.Tensor]) -> object:
     return tensors[0]
 
 
-def host_sync(op: str, segment: str, spec: str) -> HostSyncError:
-    """The error for an op that needs a value on the host inside a segment."""
-    return HostSyncError(
-        f"{op} in {segment} needs a value on the host, which a graph cannot replay",
-        spec=spec,
-        where=user_line(),
-        fix="declare a BreakSpec for the function that does this, or compute the value before the call "
-        "and hand it in",
-    )
-
-
-def target_text(target: Any) -> str:
-    """A break's target as text."""
-    if isinstance(target, str):
-        return target
-    return f"{getattr(target, '__module__', '?')}:{getattr(target, '__qualname__', type(target).__name__)}"
-
-
 def frozen_text(value: Any) -> str:
     """A frozen value as text that does not depend on the process."""
     if value is None or isinstance(value, bool | int | float | complex | str | torch.dtype):
@@ -410,38 +380,9 @@ def frozen_text(value: Any) -> str:
     return name if isinstance(name, str) else f"<{type(value).__qualname__}>"
 
 
-def _names_device(value: object) -> bool:
+def _names_device(value: object, function: str) -> bool:
     if isinstance(value, torch.device):
         return value.type != "meta"
-    return isinstance(value, str) and value.partition(":")[0] in ("cuda", "hip")
-
-
-@contextlib.contextmanager
-def _unchanged(modules: list[torch.nn.Module]) -> Iterator[None]:
-    """Put back what running the modules changes in them: a trace must not leave fakes in a model."""
-    saved = []
-    for module in {id(each): each for root in modules for each in root.modules()}.values():
-        namespace = vars(module)
-        containers = [
-            (value, value.copy()) for value in namespace.values() if isinstance(value, dict | list | set)
-        ]
-        saved.append((namespace, dict(namespace), containers))
-    try:
-        yield
-    finally:
-        for namespace, before, containers in saved:
-            _restore(namespace, before)
-            for container, content in containers:
-                _restore(container, content)
-
-
-def _restore(container: Any, content: Any) -> None:
-    if isinstance(container, set):
-        container.intersection_update(content)
-        container.update(content)
-    elif isinstance(container, list):
-        if len(container) != len(content) or any(map(operator.is_not, container, content)):
-            container[:] = content
-    elif list(container) != list(content) or any(container[k] is not v for k, v in content.items()):
-        container.clear()
-        container.update(content)
+    if isinstance(value, str):
+        return value.partition(":")[0] in ("cuda", "hip")
+    return function == "to" and isinstance(value, int) and not isinstance(value, bool)

@@ -99,12 +99,16 @@ class Backend(Protocol):
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory, not owned."""
 
+    def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
+        """A uint8 tensor over memory of the pool, not owned."""
+
 
 def view_like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     """`tensor`'s view of its storage, over `memory` instead: a tensor on a storage of the same size."""
-    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    storage = memory.untyped_storage()
-    view = view.set_(storage, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
-    if tensor.is_conj():
-        view = view.conj()
-    return torch._neg_view(view) if tensor.is_neg() else view
+    with torch.inference_mode(False), torch.no_grad():
+        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        storage = memory.untyped_storage()
+        view = view.set_(storage, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+        if tensor.is_conj():
+            view = view.conj()
+        return torch._neg_view(view) if tensor.is_neg() else view

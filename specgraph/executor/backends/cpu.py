@@ -17,10 +17,8 @@ from typing import Any
 
 import torch
 
-from ...callsite import user_line
-from ...errors import HostSyncError
 from ...layout import ConcreteLayout
-from ...ops import launches, makes_constant, map_tensors, reads_on_host, tensors_in
+from ...ops import host_sync, launches, makes_constant, map_tensors, reads_on_host, tensors_in
 from .base import Pool, Replay, ReplayLock, view_like
 
 _ALIGNMENT = 512
@@ -148,17 +146,15 @@ class CpuBackend:
         storage = tensor.untyped_storage()
         if storage.nbytes() == 0:
             return tensor.detach()
-        memory = torch.frombuffer(_memory(storage.data_ptr(), storage.nbytes()), dtype=torch.uint8)
-        return view_like(tensor, memory)
+        return view_like(tensor, self.bytes_at(storage.data_ptr(), storage.nbytes()))
+
+    def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
+        return torch.frombuffer(_memory(address, nbytes), dtype=torch.uint8)
 
     def run_op(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._recorded is not None, "no segment is open"
         if reads_on_host(func) and not all(map(self._is_literal, tensors_in(args))):
-            raise HostSyncError(
-                f"{func.name()} needs a value on the host, which a graph cannot replay",
-                where=user_line(),
-                fix="declare a BreakSpec for the function that does this, or hand the value in",
-            )
+            raise host_sync(func.name())
         result = func(*args, **kwargs)
         if makes_constant(func):
             self._literals[id(result)] = result

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from ...callsite import raising_line, user_line
-from ...errors import CaptureError, HostSyncError
+from ...errors import CaptureError
 from ...layout import ConcreteLayout
-from ...ops import reads_on_host, tensors_in
+from ...ops import host_sync, reads_on_host, tensors_in
 from .base import Pool, Replay, ReplayLock, view_like
 
 _FIX = "declare a BreakSpec for the function that does this"
@@ -172,16 +172,15 @@ class CudaBackend:
         storage = tensor.untyped_storage()
         if storage.nbytes() == 0:
             return tensor.detach()
-        span = _Span(storage.data_ptr(), storage.nbytes())
-        return view_like(tensor, torch.as_tensor(span, device=self.device))
+        return view_like(tensor, self.bytes_at(storage.data_ptr(), storage.nbytes()))
+
+    def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return torch.as_tensor(_Span(address, nbytes), device=self.device)
 
     def run_op(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if reads_on_host(func) and any(t.is_cuda for t in tensors_in(args)):
-            raise HostSyncError(
-                f"{func.name()} needs a value on the host, which a graph cannot replay",
-                where=user_line(),
-                fix=f"{_FIX}, or hand the value in",
-            )
+            raise host_sync(func.name())
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:

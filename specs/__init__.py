@@ -1,0 +1,1 @@
+"""Typed specs of real models, one file each."""
