@@ -12,7 +12,7 @@ specgraph-out, specgraph-target, specgraph-signature.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import attrs
@@ -51,6 +51,7 @@ from .mypy_targets import find_target
 BREAK_SPEC = "specgraph.spec.BreakSpec"
 GRAPH_BREAK = "specgraph.intercept.graph_break"
 OWNERSHIP = "specgraph.spec.Ownership"
+_MAPPINGS = ("inputs", "live")
 
 
 def _digest() -> str:
@@ -113,26 +114,39 @@ class BreakCall:
         argument = self.argument(field)
         return None if argument.is_none else callee_of(argument.type, field)
 
+    def items(self, field: str) -> list[nodes.Expression | None] | None:
+        """The names in `out` or `mutates`, the keys of `inputs` or `live`; None where they are not written.
+
+        A `*` or `**` in a display is an item that is None.
+        """
+        argument = self.argument(field)
+        if argument.is_none:
+            return []
+        node = argument.node
+        if isinstance(node, nodes.DictExpr) and field in _MAPPINGS:
+            return [key for key, _ in node.items]
+        if isinstance(node, nodes.TupleExpr | nodes.ListExpr) and field not in _MAPPINGS:
+            return [None if isinstance(item, nodes.StarExpr) else item for item in node.items]
+        return [node] if isinstance(node, nodes.StrExpr) and field not in _MAPPINGS else None
+
     def names(self, field: str) -> list[nodes.StrExpr]:
-        """The literal names in `out`, `mutates`, or the keys of `inputs` or `live`."""
-        node = self.argument(field).node
-        items: Sequence[nodes.Expression | None] = [node]
-        if isinstance(node, nodes.DictExpr):
-            items = [key for key, _ in node.items]
-        elif isinstance(node, nodes.TupleExpr | nodes.ListExpr):
-            items = node.items
-        return [item for item in items if isinstance(item, nodes.StrExpr)]
+        """Those of `items` that are literals."""
+        return [item for item in self.items(field) or () if isinstance(item, nodes.StrExpr)]
 
     @property
     def num_out(self) -> int | None:
         """How many names `out` has."""
-        argument = self.argument("out")
-        if argument.is_none:
-            return 0
-        if isinstance(argument.node, nodes.TupleExpr | nodes.ListExpr):
-            has_star = any(isinstance(item, nodes.StarExpr) for item in argument.node.items)
-            return None if has_star else len(argument.node.items)
-        return 1 if isinstance(argument.node, nodes.StrExpr) else None
+        items = self.items("out")
+        return None if items is None or None in items else len(items)
+
+    @property
+    def added(self) -> list[str] | None:
+        """Parameters that the executor fills; None where not all of their names are literals."""
+        fields = ("live",) if self.passes is False else ("live", "out")
+        names = [name.value for field in fields for name in self.names(field)]
+        items = [self.items(field) for field in fields]
+        num_items = sum(len(each) for each in items if each is not None)
+        return None if None in items or num_items > len(names) else names
 
     @property
     def passes(self) -> bool | None:
@@ -198,10 +212,10 @@ def _outputs_problems(call: BreakCall, body: Callee | None) -> Iterator[Problem]
 
 
 def _signature_problems(call: BreakCall, target: Callee | None) -> Iterator[Problem]:
-    added = [name.value for field in ("live", "out") for name in call.names(field)]
+    added = call.added
     for field in ("body", "capture_stub"):
         stand_in = call.callee(field)
-        if target is None or stand_in is None or not stand_in.kinds_known:
+        if target is None or added is None or stand_in is None or not stand_in.kinds_known:
             continue
         if field == "body" and _lacks_added(call, stand_in):
             continue

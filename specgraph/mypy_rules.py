@@ -241,8 +241,8 @@ def out_problems(
         yield Problem(
             OUT,
             out,
-            f"out= has {num_names} of the {num_outputs} names that outputs= calls for; name one parameter "
-            "an output, in order",
+            f"out= and outputs= differ in length, {num_names} and {num_outputs}; name one parameter of the "
+            "body for each output, in order",
         )
 
 
@@ -299,7 +299,7 @@ def misfit(
             second.
     """
     parameters = target.signature.parameters.values()
-    if [each.kind for each in parameters] == _STARS and set(_annotations(*parameters)) == {_EMPTY}:
+    if [each.kind for each in parameters] == _STARS and not any(map(_says_type, parameters)):
         return None
     name = stand_in.label.rpartition(" ")[2].strip('"')
     for args, kwargs in _calls(target.signature, stand_in.signature, added):
@@ -314,7 +314,8 @@ def misfit(
             )
         for key, argument in bound.arguments.items():
             parameter = stand_in.signature.parameters[key]
-            if not isinstance(argument, inspect.Parameter) or _EMPTY in _annotations(argument, parameter):
+            is_one = isinstance(argument, inspect.Parameter)
+            if not (is_one and _says_type(argument) and _says_type(parameter)):
                 continue
             types = refused(argument.annotation, parameter.annotation)
             if types is not None:
@@ -325,8 +326,8 @@ def misfit(
     return None
 
 
-def _annotations(*parameters: inspect.Parameter) -> list[object]:
-    return [each.annotation for each in parameters]
+def _says_type(parameter: inspect.Parameter) -> bool:
+    return parameter.annotation is not _EMPTY
 
 
 def _argument(parameter: inspect.Parameter) -> str:
