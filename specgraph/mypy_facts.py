@@ -88,14 +88,17 @@ def _is_bound_once(name: str, value: nodes.Expression, module: nodes.MypyFile) -
     return is_value and count == 1
 
 
-def _statements(
-    body: Iterable[nodes.Statement], in_module: bool = True
-) -> Iterator[tuple[nodes.Statement, bool]]:
-    """Every statement, and whether it is in the module's own scope."""
-    for statement in body:
+def _statements(body: Iterable[nodes.Statement]) -> Iterator[tuple[nodes.Statement, bool]]:
+    """Every statement, in no order, and whether it is in the module's own scope.
+
+    Nothing recurses: each `elif` is a level of its own, and generated code has thousands of them.
+    """
+    waiting = [(statement, True) for statement in body]
+    while waiting:
+        statement, in_module = waiting.pop()
         yield statement, in_module
-        opens_scope = isinstance(statement, nodes.FuncDef | nodes.ClassDef)
-        yield from _statements(_parts(statement), in_module and not opens_scope)
+        in_module = in_module and not isinstance(statement, nodes.FuncDef | nodes.ClassDef)
+        waiting += ((part, in_module) for part in _parts(statement))
 
 
 def _parts(statement: nodes.Statement) -> Iterator[nodes.Statement]:
