@@ -17,7 +17,6 @@ from torch.utils import _pytree as pytree
 from ..calls import BreakCall
 from ..dims import Dim, Name, Rest
 from ..errors import LayoutError
-from ..layout import ConcreteLayout
 from ..spec import ModelSpec, Ownership, named_outputs
 
 Slot: TypeAlias = tuple[Any, int | str]
@@ -258,10 +257,3 @@ def _width(dim: Dim, call: BreakCall) -> int:
         return 1
     sizes = call.dims[dim.name]
     return len(sizes) if isinstance(sizes, tuple) else 1
-
-
-def fresh_buffers(
-    outputs: Mapping[str, ConcreteLayout], allocate: Callable[[ConcreteLayout], torch.Tensor]
-) -> list[torch.Tensor]:
-    """A buffer for each resolved output, in order."""
-    return [allocate(layout) for layout in outputs.values()]

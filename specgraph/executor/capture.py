@@ -144,6 +144,7 @@ class _Recorder:
         self.spec = spec
         self.backend = backend
         self._poisons = poisons
+        self.segment_name = ""
         self.live = live
         self.steps: list[CapturedStep] = []
         self.kept: list[torch.Tensor] = []
@@ -157,11 +158,6 @@ class _Recorder:
             self._origins.claim(each.tensor, Provenance(Origin.PARAMETER, each.name))
         for name, tensor in static.items():
             self._origins.claim(tensor, Provenance(Origin.INPUT, name))
-
-    @property
-    def segment_name(self) -> str:
-        steps = [step for step in self.steps if isinstance(step, CapturedSegment | CapturedBreak)]
-        return f"segment {len(steps)}"
 
     def on_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         return func(*args, **kwargs)
@@ -202,6 +198,8 @@ class _Recorder:
         )
 
     def begin_segment(self) -> None:
+        planned = [step for step in self.steps if isinstance(step, CapturedSegment | CapturedBreak)]
+        self.segment_name = f"segment {len(planned)}"
         self.backend.begin_segment()
 
     def _end_segment(self) -> None:

@@ -118,7 +118,7 @@ class _Trace:
         self._check_all_reached()
         outputs = self._outputs(result)
         del result, static
-        self._report_leftovers(outputs)
+        self._report_leftovers()
         return CapturePlan(
             model=self.spec.name,
             device=next((t.device.type for t in self.inputs.tensors.values()), "cpu"),
@@ -322,7 +322,7 @@ class _Trace:
                 outputs.append(TensorUse(leaf_name(path), ConcreteLayout.of(leaf), provenance))
         return tuple(outputs)
 
-    def _report_leftovers(self, outputs: tuple[TensorUse, ...]) -> None:
+    def _report_leftovers(self) -> None:
         """Tensors made in segments that the model still refers to, with no module to restore."""
         if self.lifetimes.alive_in_pool():
             gc.collect()
