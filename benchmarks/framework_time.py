@@ -2,8 +2,9 @@
 
 A chain of breaks whose bodies return a tensor made beforehand is replayed, once by specgraph and once by a
 bare loop of the same graph launches, body calls and (COPY) copies in the same order. The difference is what
-specgraph adds: live values, checks, bookkeeping. Host time in microseconds; the two alternate, batch by
-batch, and the median of the batches' differences is reported.
+specgraph adds: live values, checks, bookkeeping. What a replay's look at the weights costs is timed apart,
+for models of several numbers of parameters. Host time in microseconds; the two alternate, batch by
+batch, and the median of the batches' differences is reported, for several runs in a row.
 
     python -m benchmarks.framework_time --out results.json
 """
@@ -11,7 +12,6 @@ batch, and the median of the batches' differences is reported.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import json
 import statistics
@@ -24,12 +24,15 @@ import torch
 from torch import Tensor
 
 import specgraph as sg
+from benchmarks.about import about
 from specgraph.executor import CapturedBreak, CapturedGraph, CapturedSegment
+from specgraph.executor.weights import WatchedTensor, WeightWatch
 
 BREAKS = 60
 WARM_UPS = 20
 BATCHES = 9
 CALLS = 100
+PARAMETER_COUNTS = (10, 1_000, 100_000)
 
 ROWS = sg.TensorLayout("S D")
 ROWS_OUT = sg.TensorLayout("S D", dtype=sg.like("x"))
@@ -129,15 +132,25 @@ def run(device: torch.device) -> dict[str, Any]:
         captured = sg.capture(chain(fn), spec, {"x": x}, live)
         rows[name] = measure(captured, live, synchronize)
         captured.close()
-    return {
-        "date": datetime.date.today().isoformat(),
-        "card": torch.cuda.get_device_name(device) if is_cuda else "cpu",
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "breaks": BREAKS,
-        "unit": "us of host time a replay",
-        "rows": rows,
-    }
+    watch = {f"{count} parameters": watch_us(count) for count in PARAMETER_COUNTS}
+    return {**rows, "weight_watch": watch}
+
+
+def watch_us(count: int) -> float:
+    """Host time of a replay's look at the weights of a model with `count` parameters, in microseconds."""
+    owner = torch.nn.ParameterList(torch.zeros(1) for _ in range(count))
+    watched = (
+        (WatchedTensor(name, owner, name, tensor.data_ptr()), tensor)
+        for name, tensor in owner.named_parameters()
+    )
+    watch = WeightWatch("chain", watched)
+    batches = []
+    for _ in range(BATCHES):
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            watch.check()
+        batches.append((time.perf_counter() - start) / CALLS * 1e6)
+    return statistics.median(batches)
 
 
 def main() -> None:
@@ -145,9 +158,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--runs", type=int, default=5)
     arguments = parser.parse_args()
-    result = run(torch.device(arguments.device))
-    text = json.dumps(result, indent=1)
+    runs = [run(torch.device(arguments.device)) for _ in range(arguments.runs)]
+    text = json.dumps({**about(), "breaks": BREAKS, "unit": "us of host time", "runs": runs}, indent=1)
     print(text)  # noqa: T201  # a script's output
     if arguments.out is not None:
         arguments.out.write_text(f"{text}\n")

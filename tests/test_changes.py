@@ -80,7 +80,7 @@ def test_what_many_steps_share_is_said_once() -> None:
     assert Change("dims", "4 times: break first: S 8 -> 16", 4) in changes
     said = [change.message for change in changes]
     assert "copied at breaks doubled: 16.0 KiB -> 32.0 KiB" in said
-    assert "pool peak doubled: 12.0 KiB -> 24.0 KiB" in said
+    assert "in use at once in the pool doubled: 12.0 KiB -> 24.0 KiB" in said
     assert len(changes) < 16
 
 

@@ -181,7 +181,8 @@ def test_memory_is_summed_by_what_it_is_for() -> None:
         parameters=30 * 30 * 4 + 30 * 4,
         externals=2 * 30 * 4,
         # In segment 2 what segment 0 made, both results of mix and the new result are alive.
-        pool_peak=1536 + 1536 + 512 + 1536,
+        pool_allocated=1536 + 1536 + 512 + 1536,
+        pool_peak=2 << 20,
         copied_in=1200,
         copied_at_breaks=1080 + 36,
         copied_out=480 + 480,
@@ -211,11 +212,11 @@ def holding(x: Tensor) -> Tensor:
     return torch.cat([b, b, b]).sum(0) + a[0]
 
 
-def test_the_pool_peak_counts_what_is_alive_at_once_in_blocks_of_512_bytes() -> None:
+def test_what_is_in_use_at_once_counts_in_blocks_of_512_bytes() -> None:
     dropped = sg.plan(dropping, EMPTY, {"x": torch.ones(10, 30)})
     held = sg.plan(holding, EMPTY, {"x": torch.ones(10, 30)})
-    assert dropped.memory.pool_peak == 1536 + 4096 + 512
-    assert held.memory.pool_peak == 1536 + 1536 + 4096 + 512
+    assert dropped.memory.pool_allocated == 1536 + 4096 + 512
+    assert held.memory.pool_allocated == 1536 + 1536 + 4096 + 512
     assert dropped.segments[0].allocated_nbytes == 1200 + 1200 + 3600 + 120
 
 
@@ -381,7 +382,7 @@ def test_the_text_shows_steps_dims_layouts_provenance_and_values() -> None:
         "4 segment 1 op, allocates 480 B; reads 2 break outputs",
     ]
     assert "output['skip'] float32[4 30] from input x" in lines
-    assert "graph pool 5.0 KiB predicted peak" in lines
+    assert "graph pool 2.0 MiB predicted; 5.0 KiB in use at once" in lines
 
 
 def blocks(x: Tensor) -> Tensor:

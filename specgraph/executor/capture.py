@@ -83,12 +83,13 @@ def capture(
             )
         static = _static_inputs(spec, taken_apart, engine.device)
         kwargs = taken_apart.with_tensors(static)
-        with engine.warming_up():
+        with engine.warming_up(pool):
             run_checked(fn, spec, kwargs, live, engine.device)
             _fill(static, taken_apart)
         capture_plan = plan(fn, spec, kwargs, live)
         recorder = _Recorder(spec, fn, static, capture_plan, engine, live, validate == "poison")
-        with torch.inference_mode(False), torch.no_grad(), engine.capturing(pool):
+        # What is recorded is launched too, into memory that other captures of the pool use.
+        with pool.exclusive(), torch.inference_mode(False), torch.no_grad(), engine.capturing(pool):
             recorder.begin_segment()
             with Session(spec, fn, recorder):
                 result = fn(**kwargs)

@@ -218,6 +218,7 @@ def _segment(place: str, old: SegmentStep, new: SegmentStep) -> Iterator[Change]
 
 _MEMORY: tuple[tuple[str, str, Callable[[Memory], int]], ...] = (
     ("pool-peak", "pool peak", lambda memory: memory.pool_peak),
+    ("pool-peak", "in use at once in the pool", lambda memory: memory.pool_allocated),
     ("copied", "copied at breaks", lambda memory: memory.copied_at_breaks),
     ("copied", "copied in", lambda memory: memory.copied_in),
     ("copied", "copied out", lambda memory: memory.copied_out),

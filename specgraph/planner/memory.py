@@ -1,16 +1,20 @@
-"""Lifetimes of the storages that a trace makes, and what they need at once."""
+"""Lifetimes of the storages that a trace makes, and the pool that holds them."""
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
 
 import attrs
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..layout import ConcreteLayout
+from .allocator import CachingAllocator
 from .provenance import Provenance
 
-BLOCK_NBYTES = 512
-"""CUDA's caching allocator rounds every block up to this (`kMinBlockSize`, c10/cuda, torch 2.11)."""
+_BETWEEN_SEGMENTS = 1 << 40
+"""Address space a segment is given; there is no memory behind it."""
 
 
 @attrs.define(eq=False)
@@ -34,20 +38,25 @@ class Lifetimes:
     """
 
     def __init__(self) -> None:
-        self.peak_nbytes = 0
-        self._pool_nbytes = 0
-        self._alive: dict[int, tuple[StorageWeakRef, Lifetime]] = {}
+        addresses = itertools.count(_BETWEEN_SEGMENTS, _BETWEEN_SEGMENTS)
+        self.pool = CachingAllocator(lambda _: next(addresses))
+        self._alive: dict[int, tuple[StorageWeakRef, Lifetime, int | None]] = {}
         self._all: list[Lifetime] = []
 
     def born(self, tensor: torch.Tensor, lifetime: Lifetime) -> None:
         """A tensor with a storage of its own has been made."""
         self.bury()
         storage = tensor.untyped_storage()
-        self._alive[storage._cdata] = (StorageWeakRef(storage), lifetime)
+        in_pool = lifetime.provenance.origin.in_pool and lifetime.nbytes > 0
+        block = self.pool.allocate(lifetime.nbytes) if in_pool else None
+        self._alive[storage._cdata] = (StorageWeakRef(storage), lifetime, block)
         self._all.append(lifetime)
-        if lifetime.provenance.origin.in_pool:
-            self._pool_nbytes += rounded(lifetime.nbytes)
-            self.peak_nbytes = max(self.peak_nbytes, self._pool_nbytes)
+
+    def passing(self, sizes: Iterable[int]) -> None:
+        """An op takes blocks of these sizes in the pool while it runs."""
+        blocks = [self.pool.allocate(nbytes) for nbytes in sizes]
+        for block in blocks:
+            self.pool.free(block)
 
     def used(self, tensor: torch.Tensor, step: int) -> None:
         """Step `step` reads or writes the tensor."""
@@ -57,21 +66,16 @@ class Lifetimes:
 
     def bury(self) -> None:
         """Take note of storages that have died since."""
-        for key in [key for key, (ref, _) in self._alive.items() if ref.expired()]:
-            lifetime = self._alive.pop(key)[1]
-            if lifetime.provenance.origin.in_pool:
-                self._pool_nbytes -= rounded(lifetime.nbytes)
+        for key in [key for key, (ref, _, _) in self._alive.items() if ref.expired()]:
+            _, _, block = self._alive.pop(key)
+            if block is not None:
+                self.pool.free(block)
 
     def alive_in_pool(self) -> list[Lifetime]:
         """Pool storages that something still refers to."""
         self.bury()
-        return [each for _, each in self._alive.values() if each.provenance.origin.in_pool]
+        return [each for _, each, _ in self._alive.values() if each.provenance.origin.in_pool]
 
     def all(self) -> list[Lifetime]:
         """Every storage, in order of birth."""
         return list(self._all)
-
-
-def rounded(nbytes: int) -> int:
-    """Bytes an allocator's block takes."""
-    return -(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES

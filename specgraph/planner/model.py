@@ -129,7 +129,8 @@ class Memory:
         static_inputs: static input buffers, outside the pool.
         parameters: parameters and buffers that segments and bodies read.
         externals: external tensors kept alive by the capture.
-        pool_peak: predicted peak of the graph pool, each block rounded up to the allocator's 512 bytes.
+        pool_allocated: predicted peak of what is in use at once in the graph pool, in whole blocks.
+        pool_peak: predicted size of the graph pool: the segments that CUDA's caching allocator takes for it.
         copied_in: copied from the caller's inputs at every replay.
         copied_at_breaks: copied from bodies' results at every replay.
         copied_out: copied into the outputs handed to the caller at every replay.
@@ -138,6 +139,7 @@ class Memory:
     static_inputs: int
     parameters: int
     externals: int
+    pool_allocated: int
     pool_peak: int
     copied_in: int
     copied_at_breaks: int

@@ -183,7 +183,7 @@ def _reads(step: SegmentStep) -> str:
 def _memory(plan: CapturePlan) -> Table:
     memory = plan.memory
     rows: Iterable[tuple[str, int, str]] = (
-        ("graph pool", memory.pool_peak, "predicted peak"),
+        ("graph pool", memory.pool_peak, f"predicted; {format_bytes(memory.pool_allocated)} in use at once"),
         ("static inputs", memory.static_inputs, "outside the pool"),
         ("parameters", memory.parameters, "read by segments and bodies"),
         ("externals", memory.externals, "kept alive by the capture"),

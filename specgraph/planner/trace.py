@@ -45,6 +45,7 @@ from .model import (
 )
 from .preserve import unchanged
 from .provenance import CONSTANT, Origin, Provenance, StorageOrigins, model_state, modules_of
+from .scratch import scratch_nbytes
 from .stand_ins import HOST, StandIns
 
 
@@ -189,6 +190,7 @@ class _Trace:
                 self.origins.claim(tensor, provenance)
                 self._born(tensor, provenance, self.segment_name, step)
                 self.allocated_nbytes += tensor.untyped_storage().nbytes()
+        self.lifetimes.passing(scratch_nbytes(func, args, kwargs))
         return result
 
     def _run_fake(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -351,7 +353,8 @@ class _Trace:
             static_inputs=sum(layout.nbytes for layout in layouts.values()),
             parameters=sizes[Origin.PARAMETER],
             externals=sizes[Origin.EXTERNAL],
-            pool_peak=self.lifetimes.peak_nbytes,
+            pool_allocated=self.lifetimes.pool.allocated_peak_nbytes,
+            pool_peak=self.lifetimes.pool.reserved_nbytes,
             copied_in=sum(layout.nbytes for layout in layouts.values()),
             copied_at_breaks=sum(step.copied_nbytes for step in self.steps if isinstance(step, BreakStep)),
             copied_out=sum(output.layout.nbytes for output in outputs),

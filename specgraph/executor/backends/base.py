@@ -32,8 +32,16 @@ class Pool(Protocol):
     def device(self) -> torch.device:
         """Where the memory is."""
 
+    @property
+    def reserved_nbytes(self) -> int:
+        """Bytes taken from the device."""
+
+    @property
+    def allocated_nbytes(self) -> int:
+        """Bytes of blocks that a tensor is in."""
+
     def exclusive(self) -> AbstractContextManager[object]:
-        """Around a replay: replays over one pool never overlap in time, whatever thread or stream asks."""
+        """Around a replay or a capture: over one pool they never overlap in time, on any thread or stream."""
 
 
 class ReplayLock:
@@ -50,8 +58,8 @@ class ReplayLock:
         me = threading.get_ident()
         if self._holder == me:
             raise ReplayError(
-                "a replay over this pool is already in progress on this thread",
-                fix="give a graph that a body replays a pool of its own",
+                "a replay or a capture over this pool is already in progress on this thread",
+                fix="give a graph that a body replays or captures a pool of its own",
             )
         self._lock.acquire()
         self._holder = me
@@ -71,8 +79,8 @@ class Backend(Protocol):
     def new_pool(self) -> Pool:
         """An empty pool."""
 
-    def warming_up(self) -> AbstractContextManager[None]:
-        """Around eager runs before the capture."""
+    def warming_up(self, pool: Pool) -> AbstractContextManager[None]:
+        """Around eager runs before a capture into `pool`."""
 
     def capturing(self, pool: Pool) -> AbstractContextManager[None]:
         """Around a capture: from here on segments can begin.

@@ -19,78 +19,60 @@ import torch
 
 from ...layout import ConcreteLayout
 from ...ops import host_sync, launches, makes_constant, map_tensors, reads_on_host, tensors_in
+from ...planner.allocator import BLOCK_NBYTES, CachingAllocator
 from .base import Pool, Replay, ReplayLock, view_like
 
-_ALIGNMENT = 512
-_CHUNK_NBYTES = 1 << 20
 _DEVICE = torch.device("cpu")
 
 
 class CpuPool:
-    """An arena of blocks, first fit; a block is free once the storage over it has died."""
+    """Memory by a caching allocator's rules; a block is free once the storage over it has died."""
 
     device = _DEVICE
 
     def __init__(self) -> None:
         self._lock = ReplayLock()
-        self._chunks: list[torch.Tensor] = []
-        self._free: list[tuple[int, int]] = []
+        self._segments: list[torch.Tensor] = []
+        self._allocator = CachingAllocator(self._take)
         # Storages die at any time, also while a block is being taken; both ends of a deque are atomic.
-        self._returned: collections.deque[tuple[int, int]] = collections.deque()
+        self._returned: collections.deque[int] = collections.deque()
 
     def exclusive(self) -> contextlib.AbstractContextManager[object]:
         return self._lock
 
     @property
     def reserved_nbytes(self) -> int:
-        """Bytes of all chunks."""
-        return sum(chunk.numel() for chunk in self._chunks)
+        return self._allocator.reserved_nbytes
 
     @property
     def allocated_nbytes(self) -> int:
-        """Bytes of blocks that a live storage is over."""
         self._collect()
-        return self.reserved_nbytes - sum(size for _, size in self._free)
+        return self._allocator.allocated_nbytes
+
+    @property
+    def allocated_peak_nbytes(self) -> int:
+        """The most that was allocated at once."""
+        return self._allocator.allocated_peak_nbytes
 
     def storage(self, nbytes: int) -> torch.Tensor:
         """A uint8 tensor over a block that is its own until its storage dies."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        address = self._take(size)
+        self._collect()
+        address = self._allocator.allocate(nbytes)
         memory = _memory(address, nbytes)
-        weakref.finalize(memory, self._returned.append, (address, size)).atexit = False
+        weakref.finalize(memory, self._returned.append, address).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8)
 
-    def _take(self, size: int) -> int:
-        self._collect()
-        for index, (address, available) in enumerate(self._free):
-            if available >= size:
-                self._free[index : index + 1] = (
-                    [(address + size, available - size)] if available > size else []
-                )
-                return address
-        self._grow(size)
-        return self._take(size)
-
-    def _grow(self, size: int) -> None:
-        chunk = torch.empty(max(size, _CHUNK_NBYTES) + _ALIGNMENT, dtype=torch.uint8)
-        start = -(-chunk.data_ptr() // _ALIGNMENT) * _ALIGNMENT
-        self._chunks.append(chunk)
-        self._returned.append((start, chunk.data_ptr() + chunk.numel() - start))
+    def _take(self, nbytes: int) -> int:
+        segment = torch.empty(nbytes + BLOCK_NBYTES, dtype=torch.uint8)
+        self._segments.append(segment)
+        return -(-segment.data_ptr() // BLOCK_NBYTES) * BLOCK_NBYTES
 
     def _collect(self) -> None:
-        """Make returned blocks free, merged with free neighbours."""
+        """Make returned blocks free."""
         while self._returned:
-            self._free.append(self._returned.popleft())
-        self._free.sort()
-        merged: list[tuple[int, int]] = []
-        for start, length in self._free:
-            if merged and sum(merged[-1]) == start:
-                merged[-1] = (merged[-1][0], merged[-1][1] + length)
-            else:
-                merged.append((start, length))
-        self._free = merged
+            self._allocator.free(self._returned.popleft())
 
 
 def _memory(address: int, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
@@ -110,7 +92,7 @@ class CpuBackend:
     def new_pool(self) -> Pool:
         return CpuPool()
 
-    def warming_up(self) -> contextlib.AbstractContextManager[None]:
+    def warming_up(self, pool: Pool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     @contextlib.contextmanager

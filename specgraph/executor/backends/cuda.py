@@ -1,8 +1,10 @@
 """CUDA graphs through `torch.cuda.CUDAGraph` (ROCm builds included).
 
-All segments of a pool are captured on one side stream in thread-local mode, so that other threads may
-allocate and synchronise meanwhile. What torch keeps private is used here and nowhere else, with the
-version it was seen in.
+All captures of a pool, its segments one after another, happen on one side stream: the allocator hands a
+block on only within the stream it was first used on, so that captures on several streams would share
+nothing. The mode is thread-local, so that other threads may allocate and synchronise meanwhile.
+
+What torch keeps private is used here and nowhere else, with the version it was seen in.
 """
 
 from __future__ import annotations
@@ -34,15 +36,28 @@ class CudaPool:
     dropped, so an empty graph that is never launched holds the pool.
     """
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
         self.handle = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)
         self._anchor = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(self.stream):
             self._anchor.capture_begin(pool=self.handle, capture_error_mode="thread_local")
             _end_quietly(self._anchor)
         self._lock = ReplayLock()
         self._last_stream = torch.cuda.current_stream(device)
+
+    @property
+    def reserved_nbytes(self) -> int:
+        return sum(segment["total_size"] for segment in self._segments())
+
+    @property
+    def allocated_nbytes(self) -> int:
+        return sum(segment["allocated_size"] for segment in self._segments())
+
+    def _segments(self) -> list[dict[str, Any]]:
+        # torch 2.11 documents the argument but no type for the result.
+        return torch.cuda.memory_snapshot(mempool_id=self.handle)  # type: ignore[no-any-return]
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -77,42 +92,44 @@ class CudaBackend:
                 fix='use backend="cpu", or install a torch built for the GPU',
             )
         self.device = device or torch.device("cuda", torch.cuda.current_device())
-        self._stream = torch.cuda.Stream(self.device)
         self._pool: CudaPool | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def new_pool(self) -> Pool:
-        return CudaPool(self.device, self._stream)
+        return CudaPool(self.device)
 
     @contextlib.contextmanager
-    def warming_up(self) -> Iterator[None]:
-        with self._on_side_stream():
+    def warming_up(self, pool: Pool) -> Iterator[None]:
+        assert isinstance(pool, CudaPool), "capture() checks that pool and backend match"
+        with self._on(pool.stream):
             yield
 
     @contextlib.contextmanager
-    def _on_side_stream(self) -> Iterator[None]:
+    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
         current = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(current)
+        stream.wait_stream(current)
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(stream):
                 yield
         finally:
-            current.wait_stream(self._stream)
+            current.wait_stream(stream)
 
     @contextlib.contextmanager
     def capturing(self, pool: Pool) -> Iterator[None]:
         assert isinstance(pool, CudaPool), "capture() checks that pool and backend match"
         self._pool = pool
         torch.cuda.synchronize(self.device)
+        # The pool takes memory of its own; what the warm-up left cached is of no use to it.
+        torch.cuda.empty_cache()
         try:
             # A collection during capture may destroy a graph or an event, which is not allowed then.
-            with _no_collection(), self._on_side_stream(), self._giving_up():
+            with _no_collection(), self._on(pool.stream), self._giving_up(pool.stream):
                 yield
         finally:
             self._pool = None
 
     @contextlib.contextmanager
-    def _giving_up(self) -> Iterator[None]:
+    def _giving_up(self, stream: torch.cuda.Stream) -> Iterator[None]:
         """Give up an open segment on the way out through an exception.
 
         What fails in a segment ran in the warm-up, so it failed because it was captured; what fails in a
@@ -122,12 +139,12 @@ class CudaBackend:
             yield
         except BaseException as error:
             was_open = self._graph is not None
-            self._give_up()
+            self._give_up(stream.cuda_stream)
             if was_open and isinstance(error, RuntimeError):
                 raise _capture_error(str(error), raising_line(error)) from error
             raise
 
-    def _give_up(self) -> None:
+    def _give_up(self, stream: int) -> None:
         """End a capture that failed, and leave torch's allocator and random state as they were.
 
         Ending an invalid capture raises in `capture_end` before torch (2.11) takes back its own preparations,
@@ -140,7 +157,6 @@ class CudaBackend:
         if _has_bindings():
             from cuda.bindings import runtime
 
-            stream = self._stream.cuda_stream
             _, status = runtime.cudaStreamIsCapturing(stream)
             if status == runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusInvalidated:
                 runtime.cudaStreamEndCapture(stream)
