@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -452,3 +453,19 @@ def test_a_body_may_replay_a_graph_of_another_pool_only(device: torch.device) ->
     finally:
         inner_graph.clear()
     assert torch.equal(outer(x=x), x + 1)
+
+
+def test_filling_replaying_and_taking_are_one(device: torch.device) -> None:
+    x = torch.randn(8, 4, device=device)
+    captured = sg.capture(double_model, DOUBLE, {"x": x})
+    other = torch.randn(3, 4, device=device)
+
+    def fill(inputs: Mapping[str, Tensor]) -> None:
+        inputs["x"].zero_()[:3] = other
+        with pytest.raises(sg.ReplayError, match="already in progress"):
+            captured.replay()
+
+    taken = captured.run(fill, lambda output: output[:3].clone())
+    captured.replay()
+    assert torch.equal(taken, double_model(other))
+    assert captured.stats.replays == 2

@@ -8,7 +8,7 @@ and its writes. Nothing is decided at replay that capture could decide.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import attrs
 import torch
@@ -24,6 +24,8 @@ from .body import PlacedBody, ResultWriter
 from .leaks import Leak
 from .poison import PoisonFill, UnwrittenCheck
 from .weights import WeightWatch
+
+T = TypeVar("T")
 
 
 @attrs.frozen(eq=False)
@@ -175,6 +177,35 @@ class CapturedGraph:
             self._take_live(live)
             with torch.no_grad():
                 self._replay()
+
+    def run(
+        self,
+        fill: Callable[[Mapping[str, torch.Tensor]], object],
+        take: Callable[[Any], T],
+        live: Mapping[str, Any] | None = None,
+    ) -> T:
+        """Fill the static inputs, replay, and take what is wanted of the outputs, as one.
+
+        No other replay over the pool comes between the three, on any thread or stream. For callers who pad,
+        who have their inputs elsewhere, or who need only part of the outputs.
+
+        Args:
+            fill: writes `inputs`; what it writes is not checked, as the buffers' layouts are fixed.
+            take: given `outputs`; they are overwritten by the next replay over the pool, so that what it
+                returns is copies, or is used up before.
+            live: a value for each live value of the spec.
+
+        Raises:
+            ReplayError: a live value is missing or unknown, or the graph is closed.
+            LayoutError: a body's result is not what was captured.
+        """
+        with self.pool.exclusive():
+            self._weights.check()
+            self._take_live(live)
+            with torch.no_grad():
+                fill(self.inputs)
+                self._replay()
+                return take(self.outputs)
 
     def _replay(self) -> None:
         for step in self._run:
