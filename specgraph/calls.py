@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .callsite import user_line
-from .dims import Dims
+from .dims import Dims, GroupSizes, group_dims
 from .errors import LayoutError
 from .inputs import leaf_name
 from .layout import ConcreteLayout, TensorLayout, bind
@@ -33,7 +33,7 @@ class BreakCall:
         args, kwargs: as the model passed them.
         leaves: what the body is handed that is neither live nor a buffer to write, nested structures taken
             apart, by leaf name (`query`, `masks[0]`).
-        dims: bound by the input layouts.
+        dims: bound by the input layouts, and the sizes of the groups that layouts of the call name.
         outputs: resolved layouts by output name.
     """
 
@@ -51,7 +51,9 @@ class BreakCall:
         return {name: leaf for name, leaf in self.leaves.items() if isinstance(leaf, torch.Tensor)}
 
 
-def bind_call(site: BreakSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BreakCall:
+def bind_call(
+    site: BreakSite, args: tuple[Any, ...], kwargs: dict[str, Any], groups: GroupSizes
+) -> BreakCall:
     """Bind a call to its target's signature and layouts.
 
     Raises:
@@ -67,11 +69,11 @@ def bind_call(site: BreakSite, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         for name in spec.inputs:
             _check_is_tensor(name, arguments.get(name))
         tensors = {n: v for n, v in arguments.items() if isinstance(v, torch.Tensor)}
-        dims = bind(spec.inputs, tensors)
+        dims = dict(bind(spec.inputs, tensors, groups))
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         outputs = {}
         for name, layout in named_outputs(spec.outputs).items():
-            outputs[name] = _resolve(name, layout, dims, dtypes)
+            outputs[name] = _resolve(name, layout, dims, dtypes, groups)
     except LayoutError as error:
         raise error.within(break_name=site.label, where=user_line()) from None
     replaced = (*spec.live, *spec.out)
@@ -91,9 +93,14 @@ def _check_is_tensor(name: str, value: object) -> None:
 
 
 def _resolve(
-    name: str, layout: TensorLayout, dims: Dims, dtypes: Mapping[str, torch.dtype]
+    name: str,
+    layout: TensorLayout,
+    dims: dict[str, int | tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+    groups: GroupSizes,
 ) -> ConcreteLayout:
     try:
+        dims.update(group_dims(layout.groups, groups))
         return layout.resolve(dims, dtypes)
     except LayoutError as error:
         error.tensor = name

@@ -15,6 +15,7 @@ import cattrs
 import torch
 from cattrs.preconf.json import JsonConverter, make_converter
 
+from .dims import GroupSizes
 from .errors import SpecError
 from .importing import import_callable, nearest, path_of
 from .layout import TensorLayout, as_dtype, dtype_name
@@ -91,6 +92,19 @@ def _structure_callable(value: Any, _: Any) -> Callable[..., Any]:
     return import_callable(path, "callable")
 
 
+def _structure_groups(value: Any, _: Any) -> GroupSizes:
+    groups = _expect(value, dict, "a table of group sizes")
+    what = "a number of processes, or an import path"
+    return {
+        name: _structure_callable(each, None) if isinstance(each, str) else _expect(each, int, what)
+        for name, each in groups.items()
+    }
+
+
+def _unstructure_groups(value: GroupSizes) -> dict[str, int | str]:
+    return {name: path_of(each, "group") if callable(each) else each for name, each in value.items()}
+
+
 def _structure_device_dtype(value: Any, _: Any) -> tuple[torch.device, torch.dtype] | None:
     if value is None:
         return None
@@ -141,6 +155,7 @@ def _make_spec_converter() -> JsonConverter:
     for matches, structure, unstructure in (
         (lambda kind: kind == Outputs, _structure_outputs, _unstructure_outputs),
         (lambda kind: kind == TargetLike, _strict(str, "a target"), _unstructure_target),
+        (lambda kind: kind == GroupSizes, _structure_groups, _unstructure_groups),
         (_is_callable, _structure_callable, _unstructure_callable),
         (lambda kind: kind == DeviceDtype, _structure_device_dtype, _unstructure_device_dtype),
     ):

@@ -1,14 +1,15 @@
 """The dim language: how layouts give sizes names.
 
-Dims are separated by blanks; a dim is an integer, a name, an expression of both with `+ - * //` and
-parentheses (no blanks inside), or, at most once, `*rest`, which stands for any number of dims. Text parses
-to a small syntax tree and prints back without loss; nothing is ever evaluated as Python.
+Dims are separated by blanks; a dim is an integer, a name, `world("group")` (the number of processes in a
+group), an expression of these with `+ - * //` and parentheses (no blanks inside), or, at most once, `*rest`,
+which stands for any number of dims. Text parses to a small syntax tree and prints back without loss; nothing
+is ever evaluated as Python.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 import attrs
@@ -16,7 +17,10 @@ import attrs
 from .errors import LayoutError, SpecError
 
 Dims: TypeAlias = Mapping[str, int | tuple[int, ...]]
-"""Sizes bound to names; a `*rest` name binds a tuple of sizes."""
+"""Sizes bound to names; a `*rest` name binds a tuple of sizes, and `world("group")` is a name too."""
+
+GroupSizes: TypeAlias = Mapping[str, int | Callable[[], int]]
+"""The number of processes in each group, or what returns it."""
 
 
 @attrs.frozen
@@ -41,6 +45,13 @@ class Rest:
 
 
 @attrs.frozen
+class World:
+    """`world("group")`: the number of processes in a group."""
+
+    group: str
+
+
+@attrs.frozen
 class BinOp:
     """`left op right`, with op one of `+ - * //`."""
 
@@ -49,15 +60,15 @@ class BinOp:
     right: Expr
 
 
-Expr: TypeAlias = Const | Name | BinOp
-Dim: TypeAlias = Const | Name | BinOp | Rest
+Expr: TypeAlias = Const | Name | World | BinOp
+Dim: TypeAlias = Const | Name | World | BinOp | Rest
 
-_TOKEN = re.compile(r"[0-9]+|[A-Za-z_][A-Za-z0-9_]*|//|[-+*()]")
+_TOKEN = re.compile(r"""[0-9]+|[A-Za-z_][A-Za-z0-9_]*|//|[-+*()]|"[\w.:-]+"|'[\w.:-]+'""", re.ASCII)
 _MAX_TOKENS = 200
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "//": 2}
 _LANGUAGE = (
-    "write dims separated by blanks; each an int, a name, an expression with + - * // and parentheses "
-    "but no blanks, or one *rest"
+    'write dims separated by blanks; each an int, a name, world("group"), an expression with + - * // and '
+    "parentheses but no blanks, or one *rest"
 )
 
 
@@ -116,9 +127,17 @@ class _Parser:
             return inner
         if token.isdigit():
             return Const(int(token))
+        if token == "world" and self.peek() == "(":
+            return self.world()
         if _is_name(token):
             return Name(token)
         raise self.error(f"has {token!r} where a size should be" if token else "ends too early")
+
+    def world(self) -> World:
+        _, group, closing = self.take(), self.take(), self.take()
+        if group[:1] not in ("'", '"') or closing != ")":
+            raise self.error('must name the group as world("group")')
+        return World(group[1:-1])
 
 
 def _is_name(token: str) -> bool:
@@ -155,6 +174,8 @@ def format_dim(dim: Dim) -> str:
             return name
         case Rest(name):
             return f"*{name}"
+        case World(group):
+            return f'world("{group}")'
         case BinOp(op, left, right):
             return f"{_operand(left, _PRECEDENCE[op])}{op}{_operand(right, _PRECEDENCE[op] + 1)}"
 
@@ -165,14 +186,53 @@ def _operand(expr: Expr, lowest: int) -> str:
 
 
 def dim_names(dim: Dim) -> frozenset[str]:
-    """The names a dim mentions."""
+    """The names a dim mentions, groups aside."""
     match dim:
-        case Const():
+        case Const() | World():
             return frozenset()
         case Name(name) | Rest(name):
             return frozenset({name})
         case BinOp(_, left, right):
             return dim_names(left) | dim_names(right)
+
+
+def group_names(dim: Dim) -> frozenset[str]:
+    """The groups a dim mentions."""
+    match dim:
+        case World(group):
+            return frozenset({group})
+        case BinOp(_, left, right):
+            return group_names(left) | group_names(right)
+        case _:
+            return frozenset()
+
+
+def group_dims(names: Iterable[str], groups: GroupSizes) -> dict[str, int]:
+    """The sizes of the groups called `names`, under the text by which a dim names them.
+
+    No other group is looked up.
+
+    Raises:
+        LayoutError: a size is not known, cannot be looked up, or is no positive number.
+    """
+    return {format_dim(World(name)): _group_size(name, groups) for name in sorted(names)}
+
+
+def _group_size(name: str, groups: GroupSizes) -> int:
+    what = format_dim(World(name))
+    fix = f'initialise the group first, or give its size: ModelSpec.groups={{"{name}": 8}}'
+    if name not in groups:
+        raise LayoutError(
+            f"{what} has no size", actual=f"groups: {', '.join(sorted(groups)) or 'none'}", fix=fix
+        )
+    given = groups[name]
+    try:
+        size = given() if callable(given) else given
+    except Exception as error:
+        raise LayoutError(f"{what} could not be looked up: {error}", fix=fix) from error
+    if not isinstance(size, int) or size < 1:
+        raise LayoutError(f"{what} is no number of processes", actual=repr(size), fix=fix)
+    return size
 
 
 def evaluate(expr: Expr, dims: Dims) -> int:
@@ -184,14 +244,16 @@ def evaluate(expr: Expr, dims: Dims) -> int:
     match expr:
         case Const(value):
             return value
-        case Name(name):
+        case Name() | World():
+            name = format_dim(expr)
             if name not in dims:
                 known = ", ".join(sorted(dims)) or "none"
-                raise LayoutError(
-                    f"dim {name!r} is not bound",
-                    actual=f"bound here: {known}",
-                    fix=f"name {name!r} as a plain dim in the layout of one of the break's inputs",
+                fix = (
+                    f"name {name!r} as a plain dim in the layout of one of the break's inputs"
+                    if isinstance(expr, Name)
+                    else "give the group's size in ModelSpec.groups"
                 )
+                raise LayoutError(f"dim {name!r} is not bound", actual=f"bound here: {known}", fix=fix)
             size = dims[name]
             if isinstance(size, tuple):
                 raise LayoutError(

@@ -97,7 +97,7 @@ def check_inputs(spec: ModelSpec, fn: Callable[..., Any], inputs: ModelInputs) -
                 fix="pass a tensor",
             )
     try:
-        return bind(spec.inputs, inputs.tensors)
+        return bind(spec.inputs, inputs.tensors, spec.groups)
     except LayoutError as error:
         error.tensor = f"input {error.tensor!r}"
         raise error.within(spec=spec.name) from None

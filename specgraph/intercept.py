@@ -61,6 +61,11 @@ _active = _Active()
 _one_session = threading.RLock()
 
 
+def active_session() -> Session | None:
+    """The session that this thread is in; inside a body it is there, but suspended."""
+    return _active.session
+
+
 class BreakFunction(Generic[P, R]):
     """A function that is a graph break wherever a capture calls it; made by `graph_break`.
 
@@ -187,7 +192,7 @@ class Session:
         # A model may enter inference mode on its own; what a break makes outlives that.
         with self.suspend(), torch.inference_mode(False), torch.no_grad():
             try:
-                return self.handler.on_break(bind_call(site, args, kwargs))
+                return self.handler.on_break(bind_call(site, args, kwargs, self.spec.groups))
             except LayoutError as error:
                 raise error.within(spec=self.spec.name, break_name=site.label) from None
 

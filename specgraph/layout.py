@@ -11,6 +11,7 @@ A plain name binds where an input first shows it; an expression never binds, it 
 from __future__ import annotations
 
 import re
+import types
 from collections.abc import Mapping
 
 import attrs
@@ -20,12 +21,15 @@ from .dims import (
     Dim,
     Dims,
     Expr,
+    GroupSizes,
     Name,
     Rest,
     dim_names,
     evaluate,
     format_dim,
     format_dims,
+    group_dims,
+    group_names,
     parse_dims,
     size_of,
 )
@@ -229,11 +233,16 @@ class TensorLayout:
             dim.name for dim in self.parsed + self.parsed_strides if isinstance(dim, Name | Rest)
         )
 
+    @property
+    def groups(self) -> frozenset[str]:
+        """Process groups whose sizes the layout computes with."""
+        return frozenset().union(*map(group_names, self.parsed + self.parsed_strides))
+
     def resolve(self, dims: Dims, dtypes: Mapping[str, torch.dtype]) -> ConcreteLayout:
         """Sizes, strides and dtype of an output.
 
         Args:
-            dims: sizes bound by the call's inputs.
+            dims: sizes bound by the call's inputs, and those of `groups`.
             dtypes: dtypes of the call's tensor arguments, for `like`.
 
         Raises:
@@ -275,17 +284,27 @@ class TensorLayout:
         return text if self.strides is None else f"{text} strides ({self.strides})"
 
 
-def bind(layouts: Mapping[str, TensorLayout], tensors: Mapping[str, torch.Tensor]) -> Dims:
+def bind(
+    layouts: Mapping[str, TensorLayout],
+    tensors: Mapping[str, torch.Tensor],
+    groups: GroupSizes = types.MappingProxyType({}),
+) -> Dims:
     """Bind the dims of `layouts` to the sizes of `tensors` of the same names, and check the rest.
 
     Plain names bind over all tensors first, so that an expression may use a name that a later tensor
-    binds. A layout whose tensor is absent is skipped.
+    binds. A layout whose tensor is absent is skipped; groups that only such layouts name are not looked up.
 
     Raises:
         LayoutError: rank, size, stride or dtype differs, or a name is never bound.
     """
-    dims: dict[str, int | tuple[int, ...]] = {}
     pairs = [(name, layout, tensors[name]) for name, layout in layouts.items() if name in tensors]
+    dims: dict[str, int | tuple[int, ...]] = {}
+    for name, layout, _ in pairs:
+        try:
+            dims.update(group_dims(layout.groups, groups))
+        except LayoutError as error:
+            error.tensor = name
+            raise
     compared: list[tuple[str, TensorLayout, torch.Tensor, Expr, int, str]] = []
     for name, layout, tensor in pairs:
         for dim, size, what in _pair_dims(name, layout, tensor):

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import attrs
 import torch
 
-from .dims import BinOp, dim_names
+from .dims import BinOp, GroupSizes, dim_names
 from .errors import SpecError
 from .layout import TensorLayout, as_dtype
 
@@ -49,6 +49,10 @@ def _strings(value: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _ints(value: Mapping[str, int]) -> Mapping[str, int]:
+    return types.MappingProxyType(dict(value))
+
+
+def _groups(value: Mapping[str, int | Callable[[], int]]) -> GroupSizes:
     return types.MappingProxyType(dict(value))
 
 
@@ -246,12 +250,15 @@ class Preset:
         dims: the dims `example` is called with, unless the command line says otherwise.
         device_dtype: device and default dtype under which both run. The device `"meta"` allocates
             nothing and is for planning only. None: the backend's device and torch's default dtype.
+        groups: sizes of process groups that stand in for those of `ModelSpec.groups`, so that a plan for
+            eight processes can be made in one.
     """
 
     build: Callable[[], Callable[..., Any]]
     example: Callable[..., Mapping[str, Any] | Example]
     dims: Mapping[str, int] = attrs.field(factory=dict, converter=_ints)
     device_dtype: tuple[torch.device, torch.dtype] | None = attrs.field(default=None, converter=_device_dtype)
+    groups: GroupSizes = attrs.field(factory=dict, converter=_groups)
 
 
 def _presets(value: Mapping[str, Preset]) -> Mapping[str, Preset]:
@@ -278,6 +285,9 @@ class ModelSpec:
         pad: padding value of an input; 0 by default.
         eager_only: globs of dispatcher ops (`"aten::*attention*"`) that must never be in a segment.
         presets: ways to build the model, by name.
+        groups: the number of processes in each group that a dim names, as `{"ulysses": 8}` for
+            `world("ulysses")`, or a callable that returns it. Called at each call whose layouts name the
+            group, and at no other.
 
     Raises:
         SpecError: the fields contradict one another.
@@ -294,6 +304,7 @@ class ModelSpec:
     pad: Mapping[str, float] = attrs.field(factory=dict, converter=_floats)
     eager_only: tuple[str, ...] = attrs.field(default=(), converter=_names)
     presets: Mapping[str, Preset] = attrs.field(factory=dict, converter=_presets)
+    groups: GroupSizes = attrs.field(factory=dict, converter=_groups)
 
     @property
     def live_names(self) -> frozenset[str]:
@@ -323,6 +334,8 @@ class ModelSpec:
                         fix=f"add {value!r} to ModelSpec.live",
                     )
             self._check_padding(spec)
+            self._check_groups({**spec.inputs, **named_outputs(spec.outputs)}, spec.name)
+        self._check_groups({**self.inputs, **named_outputs(self.outputs)}, "")
         names = [spec.name for spec in self.breaks]
         if doubled := sorted({name for name in names if names.count(name) > 1}):
             raise SpecError(
@@ -339,6 +352,20 @@ class ModelSpec:
                 spec=self.name,
                 fix=f"name {lost[0]!r} as a plain dim in ModelSpec.inputs",
             )
+
+    def _check_groups(self, layouts: Mapping[str, TensorLayout], break_name: str) -> None:
+        for tensor, layout in layouts.items():
+            if unknown := sorted(layout.groups - frozenset(self.groups)):
+                raise SpecError(
+                    f"{layout} names group {unknown[0]!r}, which is not declared",
+                    code="SG111",
+                    spec=self.name,
+                    break_name=break_name,
+                    tensor=tensor,
+                    expected=f"one of: {', '.join(sorted(self.groups)) or 'none declared'}",
+                    fix=f'add "{unknown[0]}" to ModelSpec.groups, with the number of its processes or a '
+                    "callable that returns it",
+                )
 
     def _check_padding(self, spec: BreakSpec) -> None:
         """A bucketed dim needs an output axis of its own, or its padded rows cannot be told."""

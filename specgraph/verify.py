@@ -182,7 +182,11 @@ def _defaults(device: torch.device, preset: Preset) -> Iterator[None]:
 def plan_preset(spec: ModelSpec, built: BuiltPreset) -> CapturePlan:
     """The plan of a built preset."""
     example = built.example(seed=0)
-    return plan(built.fn, spec, example.inputs, example.live)
+    return plan(built.fn, _with_groups(spec, built.preset), example.inputs, example.live)
+
+
+def _with_groups(spec: ModelSpec, preset: Preset) -> ModelSpec:
+    return attrs.evolve(spec, groups={**spec.groups, **preset.groups})
 
 
 def verify(
@@ -216,6 +220,7 @@ def verify(
             spec=spec.name,
             fix="choose a preset with weights; this one is for planning",
         )
+    spec = _with_groups(spec, preset)
     built = build_preset(preset, dims or {}, device)
     first = built.example(seed=0)
     validate = "poison" if poison else "strict"

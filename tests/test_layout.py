@@ -10,20 +10,22 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from specgraph import LayoutError, SpecError, TensorLayout, like
-from specgraph.dims import BinOp, Const, Dim, Expr, Name, Rest, evaluate, format_dim, parse_dims
+from specgraph.dims import BinOp, Const, Dim, Expr, Name, Rest, World, evaluate, format_dim, parse_dims
 from specgraph.layout import ConcreteLayout, bind
 
 IDENTIFIERS = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,3}", fullmatch=True)
 LANGUAGE = st.text(alphabet="AB_19 +-*/()", max_size=20)
+LANGUAGE |= st.lists(st.sampled_from(["A", "world", "(", ")", '"g"', "'g'", '"', "*", " "])).map("".join)
+GROUPS = st.from_regex(r"[A-Za-z0-9_.:-]{1,4}", fullmatch=True)
 SIZES = st.integers(0, 4)
 Shape: TypeAlias = tuple[int, ...]
 Sizes: TypeAlias = dict[str, int | Shape]
 Sized: TypeAlias = tuple[TensorLayout, Sizes, Shape]
 
 
-def expressions(names: st.SearchStrategy[str]) -> st.SearchStrategy[Expr]:
+def expressions(names: st.SearchStrategy[str], *others: st.SearchStrategy[Expr]) -> st.SearchStrategy[Expr]:
     leaves: st.SearchStrategy[Expr] = st.builds(Const, SIZES | st.integers(min_value=0))
-    leaves |= st.builds(Name, names)
+    leaves |= st.one_of(st.builds(Name, names), *others)
     ops = st.sampled_from(["+", "-", "*", "//"])
     return st.recursive(leaves, lambda inner: st.builds(BinOp, ops, inner, inner), max_leaves=8)
 
@@ -72,7 +74,7 @@ def assert_dims_or_spec_error(text: str) -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(expressions(IDENTIFIERS), max_size=4), st.integers(0, 4))
+@given(st.lists(expressions(IDENTIFIERS, st.builds(World, GROUPS)), max_size=4), st.integers(0, 4))
 def test_dims_print_to_text_that_parses_to_the_same_dims(exprs: list[Expr], at: int) -> None:
     dims: list[Dim] = [*exprs[:at], Rest("the_rest"), *exprs[at:]]
     assert parse_dims(" ".join(map(format_dim, dims))) == tuple(dims)
@@ -123,6 +125,7 @@ def test_an_expression_has_the_value_that_python_gives_its_text(expr: Expr, valu
         ("A-(B-C)", "A-(B-C)"),
         ("A*(B//C)", "A*(B//C)"),
         ("((A))  \t 007\n*rest", "A 7 *rest"),
+        ("world('tp.0')*(S) world", 'world("tp.0")*S world'),
     ],
 )
 def test_dims_print_without_needless_blanks_and_parentheses(written: str, printed: str) -> None:
@@ -139,6 +142,7 @@ def test_dims_print_without_needless_blanks_and_parentheses(written: str, printe
         ("2A", "dim '2A' of '2A' has 'A' where it should end"),
         ("A+", "dim 'A+' of 'A+' ends too early"),
         ("(A+1", "dim '(A+1' of '(A+1' lacks a closing parenthesis"),
+        ("world(tp)", """dim 'world(tp)' of 'world(tp)' must name the group as world("group")"""),
         ("*a B *c", "'*a B *c' has more than one *rest"),
         ("a+1 *a", "'a+1 *a' uses 'a' both for one dim and for *a"),
     ],
