@@ -85,7 +85,7 @@ def bare_loop(captured: CapturedGraph, live: dict[str, int]) -> Callable[[], Non
     calls: list[Callable[[], object]] = []
     for step in captured.walk(live, **captured.inputs):
         if isinstance(step, CapturedSegment):
-            calls.append(step.replay)
+            calls.append(step.graph.replay)
         elif isinstance(step, CapturedBreak):
             calls.append(functools.partial(step.body.body, *step.body.args, **step.body.kwargs))
             if step.plan.ownership is sg.Ownership.COPY:

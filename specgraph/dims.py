@@ -227,7 +227,7 @@ def _group_size(name: str, groups: GroupSizes) -> int:
         )
     given = groups[name]
     try:
-        size = given() if callable(given) else given
+        size: object = given() if callable(given) else given
     except Exception as error:
         raise LayoutError(f"{what} could not be looked up: {error}", fix=fix) from error
     if not isinstance(size, int) or size < 1:

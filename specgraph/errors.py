@@ -99,3 +99,7 @@ class HostSyncError(PlanError, CaptureError):
 
 class ReplayError(SpecGraphError):
     """The replay is refused before anything was launched."""
+
+
+class MovedWeightError(ReplayError):
+    """A parameter or buffer that a graph reads has other memory than at capture."""

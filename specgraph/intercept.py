@@ -80,7 +80,7 @@ class BreakFunction(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         session = _active.session
-        if session is None or session.suspended:
+        if session is None or session.suspended or not session.has_breaks:
             return self.fn(*args, **kwargs)
         # What stands in for the call has the layouts the spec gives it, which R cannot express.
         stand_in: R = session.break_call(session.site_of(self), args, kwargs)
@@ -149,6 +149,8 @@ class Session:
         SpecError: a target cannot be resolved, or two breaks share one.
         CaptureError: this thread is already planning or capturing.
     """
+
+    has_breaks = True
 
     def __init__(self, spec: ModelSpec, fn: Callable[..., Any], handler: BreakHandler) -> None:
         self.spec = spec
@@ -264,6 +266,19 @@ class Session:
             return self.break_call(site, args, kwargs)
 
         return call
+
+
+class BodySession(Session):
+    """Sees the ops of a break's body, in which every call is an ordinary one."""
+
+    has_breaks = False
+
+    def __init__(self, handler: BreakHandler) -> None:
+        super().__init__(ModelSpec("body", ()), _no_model, handler)
+
+
+def _no_model() -> None:
+    """Stands for the callable where no target is looked up in it."""
 
 
 def _same_target(first: str, second: str) -> SpecError:

@@ -48,6 +48,22 @@ def reads_on_host(func: torch._ops.OpOverload) -> bool:
     return torch.Tag.data_dependent_output in func.tags
 
 
+@functools.cache
+def draws_random_numbers(func: torch._ops.OpOverload) -> bool:
+    """True for ops that advance a generator (`aten::rand_like`, attention with dropout)."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def written_by(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[torch.Tensor]:
+    """The arguments that an op writes in place."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from tensors_in(value)
+
+
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """The tensors among an op's arguments or results, which nest in lists and tuples only."""
     if isinstance(value, torch.Tensor):

@@ -225,9 +225,9 @@ def body_captured_in(pool: Pool | None, captured: sg.CapturedGraph) -> Iterator[
         backend.begin_segment()
         with Recording(backend):
             step.writer.write(step.body.run({}), {})
-        replay = backend.end_segment()
-    assert replay is not None
-    before, captured._run[index] = captured._run[index], replay
+        graph = backend.end_segment()
+    assert graph is not None
+    before, captured._run[index] = captured._run[index], graph.replay
     yield
     captured._run[index] = before
 

@@ -1,4 +1,4 @@
-"""Random programs of segments and breaks, replayed in any order over one pool, equal eager bit for bit."""
+"""Random programs of segments and breaks, replayed in any order over one pool, fused or not, equal eager."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ ANY = sg.TensorLayout("*r")
 SAME = sg.TensorLayout("*r", dtype=sg.like("x"))
 
 
-@sg.graph_break(SAME, inputs={"x": ANY})
+@sg.graph_break(SAME, inputs={"x": ANY}, fusable=True)
 def copies(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-@sg.graph_break((SAME, sg.TensorLayout("", torch.int64)), inputs={"x": ANY})
+@sg.graph_break((SAME, sg.TensorLayout("", torch.int64)), inputs={"x": ANY}, fusable=True)
 def gives_two(x: Tensor) -> tuple[Tensor, Tensor]:
     count = torch.full((), x.numel(), dtype=torch.int64, device=x.device)
     return x.clone(memory_format=torch.contiguous_format), count
 
 
-@sg.graph_break(SAME, inputs={"x": ANY}, ownership=sg.Ownership.PASS_THROUGH, out="out")
+@sg.graph_break(SAME, inputs={"x": ANY}, ownership=sg.Ownership.PASS_THROUGH, out="out", fusable=True)
 def fills(x: Tensor, out: Tensor | None = None) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     return out.copy_(x)
@@ -41,7 +41,7 @@ def negates_in_place(x: Tensor) -> None:
     x.copy_(x.to(torch.float32).neg().to(x.dtype))
 
 
-@sg.graph_break(SAME, inputs={"x": ANY}, live={"times": "times"})
+@sg.graph_break(SAME, inputs={"x": ANY}, live={"times": "times"}, fusable=True)
 def repeats(x: Tensor, times: int = 1) -> Tensor:
     wide = x.to(torch.float32)
     for _ in range(times):
@@ -49,7 +49,7 @@ def repeats(x: Tensor, times: int = 1) -> Tensor:
     return wide.to(x.dtype).clone(memory_format=torch.contiguous_format)
 
 
-@sg.graph_break(SAME, inputs={"x": ANY})
+@sg.graph_break(SAME, inputs={"x": ANY}, fusable=True)
 def adds(x: Tensor, others: list[Tensor]) -> Tensor:
     total = x.to(torch.float32)
     for other in others:
@@ -155,18 +155,26 @@ class Machine(RuleBasedStateMachine):
         x = torch.randn(rows, 6, device=self.device)
         pool = self.captured[0][1].pool if self.captured else None
         graph = sg.capture(
-            program, SPEC, {"x": x}, {"times": 1}, pool=pool, validate="poison" if poison else "strict"
+            program,
+            SPEC,
+            {"x": x},
+            {"times": 1},
+            pool=pool,
+            validate="poison" if poison else "strict",
+            max_fused=2,
         )
         assert graph.leaks == ()
         self.captured.append((program, graph, rows))
 
     @precondition(lambda self: self.captured)
-    @rule(index=st.integers(0, 9), seed=st.integers(0, 99), times=st.integers(0, 3))
-    def replay(self, index: int, seed: int, times: int) -> None:
+    @rule(index=st.integers(0, 9), seed=st.integers(0, 99), times=st.integers(0, 3), prefuse=st.booleans())
+    def replay(self, index: int, seed: int, times: int, prefuse: bool) -> None:
         program, graph, rows = self.captured[index % len(self.captured)]
         torch.manual_seed(seed)
         x = torch.randn(rows, 6, device=self.device)
         expected = self.eager(program, x, times)
+        if prefuse:
+            graph.prefuse(live={"times": times})
         assert same_bits(graph(x=x, live={"times": times}), expected)
 
     def eager(self, program: Program, x: Tensor, times: int) -> tuple[Tensor, ...]:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from ..calls import BreakCall
 from ..dims import Dim, Name, Rest
 from ..errors import LayoutError
+from ..layout import ConcreteLayout
 from ..spec import ModelSpec, Ownership, named_outputs
 
 Slot: TypeAlias = tuple[Any, int | str]
@@ -83,73 +84,77 @@ def _slot(parameter: str, positions: Mapping[str, int], args: list[Any], kwargs:
     return (args, positions[parameter]) if parameter in positions else (kwargs, parameter)
 
 
-class ResultWriter:
-    """Checks what a body returned against the resolved layouts, then writes it to the buffers.
+class CheckedBuffers:
+    """Buffers, and what a tensor must be to be written to each: its very shape, dtype, strides and device.
 
-    COPY copies what is not already the buffer; PASS_THROUGH accepts None or the buffers themselves.
-    Afterwards rows past the live length are zero, unless the spec says `fills_padding`.
+    Args:
+        names: what messages call the tensors.
+        layouts: of the buffers.
+        buffers: where the tensors are written.
+        fix: what messages advise for a wrong layout.
+        model: name of the model, for messages.
+        label: name of the break, for messages.
     """
 
     def __init__(
         self,
-        model: ModelSpec,
-        call: BreakCall,
+        names: Sequence[str],
+        layouts: Sequence[ConcreteLayout],
         buffers: Sequence[torch.Tensor],
+        *,
+        fix: str,
+        label: str,
+        model: str = "",
     ) -> None:
-        self._model = model.name
-        self._spec = call.site.spec
-        self._label = call.site.label
-        self._passes = self._spec.ownership is Ownership.PASS_THROUGH
-        self._names = tuple(call.outputs)
-        self._layouts = tuple(call.outputs.values())
-        self._expected = [
+        self._names = names
+        self._layouts = layouts
+        self._fix = fix
+        self._label = label
+        self._model = model
+        self.expected = [
             (buffer.shape, buffer.dtype, buffer.stride(), buffer.device, buffer) for buffer in buffers
         ]
-        self._is_single = len(self._expected) == 1 and "output" in call.outputs
-        self._padded = _padded_axes(model, call, buffers)
 
-    def write(self, result: Any, live: Mapping[str, Any]) -> None:
-        """Check, then write.
+    def check(self, values: Sequence[Any]) -> None:
+        """Check one value for each buffer.
 
         Raises:
-            LayoutError: a result is not what its layout says; nothing has been written.
+            LayoutError: a value is no tensor, or not exactly what was expected.
         """
-        results = (result,) if self._is_single else self._taken_apart(result)
-        if not (self._passes and result is None):
-            for value, (shape, dtype, strides, device, _) in zip(results, self._expected, strict=True):
-                if (
-                    not isinstance(value, torch.Tensor)
-                    or value.shape != shape
-                    or value.dtype is not dtype
-                    or value.stride() != strides
-                    or value.device != device
-                ):
-                    self._refuse(results)
-            for value, (_, _, _, _, buffer) in zip(results, self._expected, strict=True):
-                if value is not buffer and value.data_ptr() != buffer.data_ptr():
-                    if self._passes:
-                        self._refuse_other_memory()
-                    buffer.copy_(value)
-        for buffer, axis, size, name in self._padded:
-            length = live.get(name, size)
-            if length < size:
-                buffer.narrow(axis, length, size - length).zero_()
+        for value, (shape, dtype, strides, device, _) in zip(values, self.expected, strict=True):
+            if (
+                not isinstance(value, torch.Tensor)
+                or value.shape != shape
+                or value.dtype is not dtype
+                or value.stride() != strides
+                or value.device != device
+            ):
+                self._refuse(values)
 
-    def bind(self, live: Mapping[str, Any]) -> Callable[[Any], None]:
-        """`write` for one mapping of live values, as a replay calls it.
+    def are(self, values: Sequence[torch.Tensor]) -> bool:
+        """True where every value is the buffer's memory."""
+        pairs = zip(values, self.expected, strict=True)
+        return all(value.data_ptr() == buffer.data_ptr() for value, (_, _, _, _, buffer) in pairs)
 
-        One tensor without padding, by far the most common result, takes the short way; whatever is unusual
-        about it is left to `write`.
+    def copy(self, values: Sequence[torch.Tensor]) -> None:
+        """Copy the values, which `check` has passed; one that already is the buffer is left alone."""
+        for value, (_, _, _, _, buffer) in zip(values, self.expected, strict=True):
+            if value is not buffer and value.data_ptr() != buffer.data_ptr():
+                buffer.copy_(value)
+
+    def bind_one(self, slow: Callable[[Any], None], *, in_place: bool) -> Callable[[Any], None]:
+        """Check and copy for a single buffer, as a replay calls it; what is unusual is left to `slow`.
+
+        Args:
+            slow: given what is not exactly what was expected.
+            in_place: None, and nothing but the buffer's own memory, are expected.
         """
-        slow = self.write
-        if not self._is_single or self._padded:
-            return lambda result: slow(result, live)
-        ((shape, dtype, strides, device, buffer),) = self._expected
-        address, copy, passes = buffer.data_ptr(), buffer.copy_, self._passes
+        ((shape, dtype, strides, device, buffer),) = self.expected
+        address, copy = buffer.data_ptr(), buffer.copy_
         tensor = torch.Tensor
 
         def write(result: Any) -> None:
-            if result is buffer or (passes and result is None):
+            if result is buffer or (in_place and result is None):
                 return
             if (
                 type(result) is not tensor
@@ -157,40 +162,21 @@ class ResultWriter:
                 or result.dtype is not dtype
                 or result.stride() != strides
                 or result.device != device
-                or (passes and result.data_ptr() != address)
+                or (in_place and result.data_ptr() != address)
             ):
-                slow(result, live)
+                slow(result)
             elif result.data_ptr() != address:
                 copy(result)
 
         return write
 
-    def _taken_apart(self, result: Any) -> tuple[Any, ...]:
-        """The tensors of a result that is no single tensor, in the order of the spec's outputs."""
-        outputs = self._spec.outputs
-        if result is None and (outputs is None or self._passes):
-            return ()
-        if isinstance(outputs, Mapping) and isinstance(result, Mapping) and set(result) == set(outputs):
-            return tuple(result[key] for key in outputs)
-        is_sequence = isinstance(outputs, tuple) and isinstance(result, tuple | list)
-        if is_sequence and len(result) == len(self._names):
-            return tuple(result)
-        raise LayoutError(
-            "the body's result does not have the structure of the spec's outputs",
-            spec=self._model,
-            break_name=self._label,
-            expected=_structure(outputs),
-            actual=_structure(result),
-            fix="return what outputs= declares, or correct outputs=",
-        )
-
-    def _refuse(self, results: Sequence[Any]) -> None:
-        """Raise for the first result that is not what its layout says.
+    def _refuse(self, values: Sequence[Any]) -> None:
+        """Raise for the first value that is not what its layout says.
 
         Strides that address nothing are told from wrong ones here, off the common path.
         """
         for name, layout, value, expected in zip(
-            self._names, self._layouts, results, self._expected, strict=True
+            self._names, self._layouts, values, self.expected, strict=True
         ):
             where = f"{name} of the body"
             device = expected[3]
@@ -206,14 +192,91 @@ class ResultWriter:
                     fix="return a tensor on the capture's device",
                 )
             try:
-                layout.check(
-                    value,
-                    where,
-                    "return exactly this layout (nothing is broadcast or cast; .contiguous() mends "
-                    "strides), or correct outputs=; a size that changes needs another capture",
-                )
+                layout.check(value, where, self._fix)
             except LayoutError as error:
                 raise error.within(spec=self._model, break_name=self._label) from None
+
+
+class ResultWriter:
+    """Checks what a body returned against the resolved layouts, then writes it to the buffers.
+
+    COPY copies what is not already the buffer; PASS_THROUGH accepts None or the buffers themselves.
+    Afterwards rows past the live length are zero, unless the spec says `fills_padding`.
+
+    Attributes:
+        lengths: names of the live lengths it looks at.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        call: BreakCall,
+        buffers: Sequence[torch.Tensor],
+    ) -> None:
+        self._model = model.name
+        self._spec = call.site.spec
+        self._label = call.site.label
+        self._passes = self._spec.ownership is Ownership.PASS_THROUGH
+        self._buffers = CheckedBuffers(
+            tuple(call.outputs),
+            tuple(call.outputs.values()),
+            buffers,
+            fix="return exactly this layout (nothing is broadcast or cast; .contiguous() mends strides), or "
+            "correct outputs=; a size that changes needs another capture",
+            label=self._label,
+            model=model.name,
+        )
+        self._is_single = len(buffers) == 1 and "output" in call.outputs
+        self._padded = _padded_axes(model, call, buffers)
+        self.lengths = frozenset(name for _, _, _, name in self._padded)
+
+    def write(self, result: Any, live: Mapping[str, Any]) -> None:
+        """Check, then write.
+
+        Raises:
+            LayoutError: a result is not what its layout says; nothing has been written.
+        """
+        results = (result,) if self._is_single else self._taken_apart(result)
+        if not (self._passes and result is None):
+            self._buffers.check(results)
+            if not self._passes:
+                self._buffers.copy(results)
+            elif not self._buffers.are(results):
+                self._refuse_other_memory()
+        for buffer, axis, size, name in self._padded:
+            length = live.get(name, size)
+            if length < size:
+                buffer.narrow(axis, length, size - length).zero_()
+
+    def bind(self, live: Mapping[str, Any]) -> Callable[[Any], None]:
+        """`write` for one mapping of live values, as a replay calls it.
+
+        One tensor without padding, by far the most common result, takes the short way; whatever is unusual
+        about it is left to `write`.
+        """
+        write = self.write
+        if not self._is_single or self._padded:
+            return lambda result: write(result, live)
+        return self._buffers.bind_one(lambda result: write(result, live), in_place=self._passes)
+
+    def _taken_apart(self, result: Any) -> tuple[Any, ...]:
+        """The tensors of a result that is no single tensor, in the order of the spec's outputs."""
+        outputs = self._spec.outputs
+        if result is None and (outputs is None or self._passes):
+            return ()
+        if isinstance(outputs, Mapping) and isinstance(result, Mapping) and set(result) == set(outputs):
+            return tuple(result[key] for key in outputs)
+        is_sequence = isinstance(outputs, tuple) and isinstance(result, tuple | list)
+        if is_sequence and len(result) == len(self._buffers.expected):
+            return tuple(result)
+        raise LayoutError(
+            "the body's result does not have the structure of the spec's outputs",
+            spec=self._model,
+            break_name=self._label,
+            expected=_structure(outputs),
+            actual=_structure(result),
+            fix="return what outputs= declares, or correct outputs=",
+        )
 
     def _refuse_other_memory(self) -> None:
         raise LayoutError(

@@ -21,7 +21,7 @@ from ..errors import CaptureError, PlanError, SpecGraphError
 from ..inputs import ModelInputs, check_inputs, check_live
 from ..intercept import Session
 from ..layout import empty
-from ..ops import tensors_in
+from ..ops import draws_random_numbers, tensors_in
 from ..planner.model import BreakStep, CapturePlan
 from ..planner.provenance import Origin, Provenance, StorageOrigins, model_state
 from ..planner.trace import plan, structured
@@ -32,7 +32,7 @@ from .eager import run_checked
 from .graph import CapturedBreak, CapturedGraph, CapturedSegment, CapturedStep
 from .leaks import MadeInCapture
 from .poison import PoisonFill, Span, UnwrittenCheck, merged
-from .weights import WatchedTensor, WeightWatch
+from .weights import WeightWatch
 
 logger = logging.getLogger("specgraph")
 
@@ -45,6 +45,7 @@ def capture(
     backend: str = "auto",
     validate: str = "strict",
     pool: Pool | None = None,
+    max_fused: int = 16,
 ) -> CapturedGraph:
     """Plan `fn`, warm it up, and capture it.
 
@@ -60,6 +61,7 @@ def capture(
         validate: `"strict"`: every replay checks its inputs and every body's results. `"poison"`: and fills
             memory that nothing may read with NaN, and looks for elements a body left unwritten; slow.
         pool: another capture's `.pool`, to share memory with it.
+        max_fused: sets of live values for which fusable bodies are kept captured; 0 for none.
 
     Raises:
         SpecError, LayoutError, PlanError: as `plan` does, or the capture does not follow the plan.
@@ -113,6 +115,9 @@ def capture(
         live=recorder.live,
         weights=recorder.weights(),
         leaks=leaks,
+        backend=engine,
+        state=recorder.state,
+        max_fused=0 if validate == "poison" else max_fused,
     )
 
 
@@ -153,9 +158,10 @@ class _Recorder:
         self._expected = list(capture_plan.breaks)
         self._done = 0
         self._origins = StorageOrigins()
-        self._state = list(model_state(fn))
+        self.state = list(model_state(fn))
+        self._draws = False
         self._read: set[Provenance] = set()
-        for each in self._state:
+        for each in self.state:
             self._origins.claim(each.tensor, Provenance(Origin.PARAMETER, each.name))
         for name, tensor in static.items():
             self._origins.claim(tensor, Provenance(Origin.INPUT, name))
@@ -165,6 +171,7 @@ class _Recorder:
 
     def on_op(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Record an op; what it reads from outside the pool is kept."""
+        self._draws = self._draws or draws_random_numbers(func)
         for tensor in tensors_in((args, kwargs)):
             self._provenance(tensor)
         result = self.backend.run_op(func, args, kwargs)
@@ -189,14 +196,7 @@ class _Recorder:
     def weights(self) -> WeightWatch:
         """A watch over the parameters and buffers that were read."""
         read = {each.source for each in self._read if each.origin is Origin.PARAMETER}
-        return WeightWatch(
-            self.spec.name,
-            (
-                (WatchedTensor(each.name, each.owner, each.attribute, each.tensor.data_ptr()), each.tensor)
-                for each in self._state
-                if each.name in read
-            ),
-        )
+        return WeightWatch.over(self.spec.name, (each for each in self.state if each.name in read))
 
     def begin_segment(self) -> None:
         planned = [step for step in self.steps if isinstance(step, CapturedSegment | CapturedBreak)]
@@ -204,9 +204,10 @@ class _Recorder:
         self.backend.begin_segment()
 
     def _end_segment(self) -> None:
-        replay = self.backend.end_segment()
-        if replay is not None:
-            self.steps.append(CapturedSegment(replay))
+        graph = self.backend.end_segment()
+        if graph is not None:
+            self.steps.append(CapturedSegment(graph, self._draws))
+        self._draws = False
 
     def finish(self) -> None:
         """End the last segment.
@@ -246,6 +247,7 @@ class _Recorder:
                 writer=ResultWriter(self.spec, call, aliases),
                 tensors={name: held[id(each)] for name, each in call.tensors.items()},
                 outputs=by_name,
+                is_fusable=call.site.spec.fusable,
             )
         )
         if self._poisons:

@@ -18,11 +18,14 @@ from ..errors import LayoutError, ReplayError
 from ..inputs import ModelInputs, check_live
 from ..layout import ConcreteLayout, dtype_name
 from ..planner.model import BreakStep, CapturePlan
+from ..planner.provenance import StateTensor
 from ..spec import ModelSpec
-from .backends.base import Pool, Replay
+from .backends.base import Backend, Graph, Pool
 from .body import PlacedBody, ResultWriter
+from .fusing import FusableBody, FusedReplay, Step
 from .leaks import Leak
 from .poison import PoisonFill, UnwrittenCheck
+from .stats import ReplayStats
 from .weights import WeightWatch
 
 T = TypeVar("T")
@@ -30,13 +33,19 @@ T = TypeVar("T")
 
 @attrs.frozen(eq=False)
 class CapturedSegment:
-    """A segment's graph."""
+    """A segment's graph.
 
-    replay: Replay
+    Args:
+        graph: the graph.
+        draws: it draws random numbers, which torch gives it at each launch.
+    """
+
+    graph: Graph
+    draws: bool
 
     def bind(self, live: Mapping[str, Any]) -> Callable[[], object]:
         """The step as a callable; a graph knows no live values."""
-        return self.replay
+        return self.graph.replay
 
 
 @attrs.frozen(eq=False)
@@ -49,6 +58,7 @@ class CapturedBreak:
         writer: checks and writes its results.
         tensors: what the body is handed, by leaf name.
         outputs: aliases of the buffers, by output name.
+        is_fusable: equal live values make the body launch the same work.
     """
 
     plan: BreakStep
@@ -56,6 +66,7 @@ class CapturedBreak:
     writer: ResultWriter
     tensors: Mapping[str, torch.Tensor]
     outputs: Mapping[str, torch.Tensor]
+    is_fusable: bool
 
     def bind(self, live: Mapping[str, Any]) -> Callable[[], None]:
         """The step as a callable; `live` is read anew at every call."""
@@ -70,14 +81,19 @@ class CapturedBreak:
         return step
 
 
+def _part(step: CapturedStep) -> Graph | FusableBody | None:
+    """What the step can be in a fused replay."""
+    match step:
+        case CapturedSegment(graph, draws=False):
+            return graph
+        case CapturedBreak(is_fusable=True):
+            handed = (*step.tensors.values(), *step.outputs.values())
+            return FusableBody(step.plan.name, step.body, step.writer, handed)
+        case _:
+            return None
+
+
 CapturedStep: TypeAlias = CapturedSegment | CapturedBreak | PoisonFill | UnwrittenCheck
-
-
-@attrs.define
-class ReplayStats:
-    """What a captured graph has done so far."""
-
-    replays: int = 0
 
 
 class CapturedGraph:
@@ -105,6 +121,9 @@ class CapturedGraph:
         live: dict[str, Any],
         weights: WeightWatch,
         leaks: tuple[Leak, ...],
+        backend: Backend,
+        state: list[StateTensor],
+        max_fused: int,
     ) -> None:
         self.plan = plan
         self.inputs = inputs
@@ -122,6 +141,19 @@ class CapturedGraph:
         self._full_lengths = {name: plan.dims[name] for name in spec.buckets}
         self._live_keys = frozenset(spec.live)
         self._run = [step.bind(live) for step in steps]
+        parts = [_part(step) for step in steps]
+        self._fused: FusedReplay | None = None
+        if max_fused and any(isinstance(part, FusableBody) for part in parts):
+            self._fused = FusedReplay(
+                spec.name,
+                list(map(Step, self._run, parts)),
+                backend,
+                pool,
+                live,
+                state,
+                max_fused,
+                self.stats,
+            )
         self._expected = [
             (name, buffer.shape, buffer.dtype, buffer.device, buffer) for name, buffer in inputs.items()
         ]
@@ -207,9 +239,27 @@ class CapturedGraph:
                 self._replay()
                 return take(self.outputs)
 
+    def prefuse(self, live: Mapping[str, Any] | None = None) -> None:
+        """Have the fusable bodies captured for these live values before the first replay asks for them.
+
+        Replays twice, on what the static inputs hold; where nothing is fusable, does nothing.
+
+        Raises:
+            ReplayError: a live value is missing or unknown, or the graph is closed.
+        """
+        with self.pool.exclusive():
+            self._weights.check()
+            self._take_live(live)
+            if self._fused is not None:
+                with torch.no_grad():
+                    self._fused.prefuse()
+
     def _replay(self) -> None:
-        for step in self._run:
-            step()
+        if self._fused is not None:
+            self._fused.replay()
+        else:
+            for step in self._run:
+                step()
         self.stats.replays += 1
 
     def walk(self, live: Mapping[str, Any] | None = None, **inputs: Any) -> Iterator[CapturedStep]:
@@ -234,6 +284,7 @@ class CapturedGraph:
         """Give up the graphs and their memory; the graph cannot be replayed any more."""
         self._steps, self._run, self._kept, self._expected = [], [], [], []
         self._output_leaves = []
+        self._fused = None
         self.inputs, self.outputs = {}, None
         self._pool = None
 

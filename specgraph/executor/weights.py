@@ -18,7 +18,8 @@ from collections.abc import Iterable
 import attrs
 import torch
 
-from ..errors import ReplayError
+from ..errors import MovedWeightError
+from ..planner.provenance import StateTensor
 
 PER_REPLAY = 4
 """Parameters that each replay looks at."""
@@ -61,6 +62,17 @@ class WeightWatch:
         self._turn = itertools.cycle(self._watched)
         self._per_replay = min(PER_REPLAY, len(self._watched))
 
+    @classmethod
+    def over(cls, model: str, state: Iterable[StateTensor]) -> WeightWatch:
+        """A watch over these parameters and buffers of the model."""
+        return cls(
+            model,
+            (
+                (WatchedTensor(each.name, each.owner, each.attribute, each.tensor.data_ptr()), each.tensor)
+                for each in state
+            ),
+        )
+
     def _follow(self, name: str, tensor: torch.Tensor) -> weakref.ref[torch.UntypedStorage]:
         freed = self._freed
         return weakref.ref(tensor.untyped_storage(), lambda _: freed.append(name))
@@ -69,7 +81,7 @@ class WeightWatch:
         """Look whether anything has moved.
 
         Raises:
-            ReplayError: a parameter or buffer is no longer where it was captured.
+            MovedWeightError: a parameter or buffer is no longer where it was captured.
         """
         if self._freed:
             self._refuse(self._freed[0])
@@ -78,7 +90,7 @@ class WeightWatch:
                 self._refuse(watched.name)
 
     def _refuse(self, name: str) -> None:
-        raise ReplayError(
+        raise MovedWeightError(
             "has other memory than when it was captured, and the graph would read the old",
             spec=self._model,
             tensor=f"parameter {name!r}",

@@ -12,17 +12,22 @@ makes a tensor of the same memory that keeps no block from being handed out agai
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 
 from ...errors import ReplayError
 from ...layout import ConcreteLayout
 
-Replay: TypeAlias = Callable[[], object]
-"""Replays one segment."""
+
+class Graph(Protocol):
+    """What was recorded between the beginning and the end of a segment, or several of these in one."""
+
+    @property
+    def replay(self) -> Callable[[], object]:
+        """Does it again, on the same memory: one launch."""
 
 
 class Pool(Protocol):
@@ -39,6 +44,14 @@ class Pool(Protocol):
     @property
     def allocated_nbytes(self) -> int:
         """Bytes of blocks that a tensor is in."""
+
+    @property
+    def late(self) -> Pool:
+        """Another pool, for what is captured when this one's captures have ended.
+
+        By then every block of this pool that is not in use at the end of a capture looks free, also those
+        that a replay uses in its middle.
+        """
 
     def exclusive(self) -> AbstractContextManager[object]:
         """Around a replay or a capture: over one pool they never overlap in time, on any thread or stream."""
@@ -85,17 +98,24 @@ class Backend(Protocol):
     def capturing(self, pool: Pool) -> AbstractContextManager[None]:
         """Around a capture: from here on segments can begin.
 
-        On the way out through an exception, a segment still open is given up and the process is left as
-        it was.
+        On the way out through an exception, a segment still open is given up, as if its ops had not run,
+        and the process is left as it was.
         """
 
     def begin_segment(self) -> None:
         """Start recording."""
 
-    def end_segment(self) -> Replay | None:
+    def end_segment(self) -> Graph | None:
         """Stop recording; None where nothing was recorded.
 
         Afterwards memory holds what the segment computes, so that the body that follows sees real values.
+        """
+
+    def compose(self, graphs: Sequence[Graph]) -> Graph:
+        """One graph that does what these do, in this order, in one launch.
+
+        Raises:
+            CaptureError: this machine cannot.
         """
 
     def run_op(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -11,16 +11,26 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import attrs
 import torch
 
 from ...layout import ConcreteLayout
-from ...ops import host_sync, launches, makes_constant, map_tensors, reads_on_host, tensors_in
+from ...ops import (
+    host_sync,
+    launches,
+    makes_constant,
+    map_tensors,
+    reads_on_host,
+    tensors_in,
+    written_by,
+)
 from ...planner.allocator import BLOCK_NBYTES, CachingAllocator
-from .base import Pool, Replay, ReplayLock, view_like
+from .base import Graph, Pool, ReplayLock, view_like
 
 _DEVICE = torch.device("cpu")
 
@@ -54,6 +64,10 @@ class CpuPool:
         """The most that was allocated at once."""
         return self._allocator.allocated_peak_nbytes
 
+    @functools.cached_property
+    def late(self) -> Pool:
+        return CpuPool()
+
     def storage(self, nbytes: int) -> torch.Tensor:
         """A uint8 tensor over a block that is its own until its storage dies."""
         if nbytes == 0:
@@ -79,6 +93,17 @@ def _memory(address: int, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
     return (ctypes.c_uint8 * nbytes).from_address(address)
 
 
+@attrs.frozen(eq=False)
+class CpuGraph:
+    """Recorded ops."""
+
+    ops: tuple[Callable[[], object], ...]
+
+    def replay(self) -> None:
+        for op in self.ops:
+            op()
+
+
 class CpuBackend:
     """Records ops on CPU tensors."""
 
@@ -87,6 +112,7 @@ class CpuBackend:
     def __init__(self) -> None:
         self._pool: CpuPool | None = None
         self._recorded: list[Callable[[], object]] | None = None
+        self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._literals: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     def new_pool(self) -> Pool:
@@ -102,22 +128,21 @@ class CpuBackend:
         try:
             yield
         finally:
+            for tensor, before in reversed(self._overwritten):
+                tensor.copy_(before)
+            self._overwritten = []
             self._pool = self._recorded = None
 
     def begin_segment(self) -> None:
         self._recorded = []
 
-    def end_segment(self) -> Replay | None:
+    def end_segment(self) -> Graph | None:
         recorded, self._recorded = self._recorded, None
-        if not recorded:
-            return None
-        ops = tuple(recorded)
+        self._overwritten = []
+        return CpuGraph(tuple(recorded)) if recorded else None
 
-        def replay() -> None:
-            for op in ops:
-                op()
-
-        return replay
+    def compose(self, graphs: Sequence[Graph]) -> Graph:
+        return CpuGraph(tuple(graph.replay for graph in graphs))
 
     def allocate(self, layout: ConcreteLayout) -> torch.Tensor:
         assert self._pool is not None, "no capture is in progress"
@@ -137,6 +162,8 @@ class CpuBackend:
         assert self._recorded is not None, "no segment is open"
         if reads_on_host(func) and not all(map(self._is_literal, tensors_in(args))):
             raise host_sync(func.name())
+        if launches(func):
+            self._overwritten += ((tensor, tensor.clone()) for tensor in written_by(func, args, kwargs))
         result = func(*args, **kwargs)
         if makes_constant(func):
             self._literals[id(result)] = result

@@ -14,7 +14,8 @@ import functools
 import gc
 import importlib.util
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ...callsite import raising_line, user_line
 from ...errors import CaptureError
 from ...layout import ConcreteLayout
 from ...ops import host_sync, reads_on_host, tensors_in
-from .base import Pool, Replay, ReplayLock, view_like
+from .base import Graph, Pool, ReplayLock, view_like
 
 _FIX = "declare a BreakSpec for the function that does this"
 
@@ -55,6 +56,10 @@ class CudaPool:
     def allocated_nbytes(self) -> int:
         return sum(segment["allocated_size"] for segment in self._segments())
 
+    @functools.cached_property
+    def late(self) -> Pool:
+        return CudaPool(self.device)
+
     def _segments(self) -> list[dict[str, Any]]:
         # torch 2.11 documents the argument but no type for the result.
         return torch.cuda.memory_snapshot(mempool_id=self.handle)  # type: ignore[no-any-return]
@@ -81,6 +86,59 @@ class _Span:
         }
 
 
+class CudaGraph:
+    """A captured graph, ready to launch."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self.graph = graph
+        self.replay: Callable[[], object] = graph.replay
+        graph.instantiate()
+
+    def add_to(self, parent: Any, after: list[Any]) -> Any:
+        """The node of `parent` that does what this graph does, once `after` is done."""
+        from cuda.bindings import runtime
+
+        raw = self.graph.raw_cuda_graph()
+        return _checked(runtime.cudaGraphAddChildGraphNode(parent, after, len(after), raw))
+
+
+class ComposedGraph:
+    """Graphs in a row, as the child nodes of one.
+
+    A child node holds a copy of its graph, and no memory; what keeps the memory of the copied graphs is
+    their pools.
+    """
+
+    def __init__(self, graphs: Sequence[CudaGraph], device: torch.device) -> None:
+        from cuda.bindings import runtime
+
+        self._device = device
+        parent = _checked(runtime.cudaGraphCreate(0))
+        try:
+            last: list[Any] = []
+            for graph in graphs:
+                last = [graph.add_to(parent, last)]
+            self._executable = _checked(runtime.cudaGraphInstantiate(parent, 0))
+        finally:
+            _checked(runtime.cudaGraphDestroy(parent))
+        weakref.finalize(self, runtime.cudaGraphExecDestroy, self._executable).atexit = False
+        self._launch = runtime.cudaGraphLaunch
+
+    def replay(self) -> None:
+        """Launch on the current stream."""
+        (error,) = self._launch(self._executable, torch.cuda.current_stream(self._device).cuda_stream)
+        if error:
+            raise RuntimeError(f"launching a fused graph failed: {error.name}")
+
+
+def _checked(returned: tuple[Any, ...]) -> Any:
+    """What a call of the CUDA runtime gives, or its error as an exception."""
+    error, *values = returned
+    if error:
+        raise CaptureError(f"graphs cannot be composed: {error.name}", fix="set max_fused=0 to do without")
+    return values[0] if values else None
+
+
 class CudaBackend:
     """Records CUDA graphs on one device."""
 
@@ -103,6 +161,9 @@ class CudaBackend:
         assert isinstance(pool, CudaPool), "capture() checks that pool and backend match"
         with self._on(pool.stream):
             yield
+        torch.cuda.synchronize(self.device)
+        # The pool takes memory of its own; what the warm-up left cached is of no use to it.
+        torch.cuda.empty_cache()
 
     @contextlib.contextmanager
     def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
@@ -118,9 +179,6 @@ class CudaBackend:
     def capturing(self, pool: Pool) -> Iterator[None]:
         assert isinstance(pool, CudaPool), "capture() checks that pool and backend match"
         self._pool = pool
-        torch.cuda.synchronize(self.device)
-        # The pool takes memory of its own; what the warm-up left cached is of no use to it.
-        torch.cuda.empty_cache()
         try:
             # A collection during capture may destroy a graph or an event, which is not allowed then.
             with _no_collection(), self._on(pool.stream), self._giving_up(pool.stream):
@@ -171,15 +229,24 @@ class CudaBackend:
         graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
         self._graph = graph
 
-    def end_segment(self) -> Replay | None:
+    def end_segment(self) -> Graph | None:
         graph, self._graph = self._graph, None
         assert graph is not None, "no segment is open"
         _end_quietly(graph)
         if _is_empty(graph):
             return None
-        graph.instantiate()
-        graph.replay()
-        return graph.replay
+        recorded = CudaGraph(graph)
+        recorded.replay()
+        return recorded
+
+    def compose(self, graphs: Sequence[Graph]) -> Graph:
+        if not _has_bindings():
+            raise CaptureError(
+                "fused replay needs cuda-bindings", fix='pip install "specgraph[cuda]", or set max_fused=0'
+            )
+        own = [graph for graph in graphs if isinstance(graph, CudaGraph)]
+        assert len(own) == len(graphs), "a backend composes what it recorded"
+        return ComposedGraph(own, self.device)
 
     def allocate(self, layout: ConcreteLayout) -> torch.Tensor:
         return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=self.device)
