@@ -122,7 +122,8 @@ def _check_names(spec: ModelSpec, fn: Callable[..., Any], inputs: ModelInputs) -
     given = set(inputs.order)
     missing = sorted(set(spec.inputs) - given)
     extra = sorted(set(inputs.tensors) - set(spec.inputs)) if spec.inputs else []
-    keywords = list(dict.fromkeys(name.partition("[")[0] for name in inputs.order))
+    # The structure of a dict lists its keys, those of empty containers too.
+    keywords = list(inputs.structure.context)
     target = fn.forward if isinstance(fn, torch.nn.Module) else fn
     try:
         inspect.signature(target).bind(**dict.fromkeys(keywords))
