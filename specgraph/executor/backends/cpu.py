@@ -75,8 +75,12 @@ class CpuPool:
         self._collect()
         address = self._allocator.allocate(nbytes)
         memory = _memory(address, nbytes)
-        weakref.finalize(memory, self._returned.append, address).atexit = False
+        weakref.finalize(memory, self._give_back, address).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def _give_back(self, address: int) -> None:
+        # Called through the pool, so that memory in use keeps the pool alive.
+        self._returned.append(address)
 
     def _take(self, nbytes: int) -> int:
         segment = torch.empty(nbytes + BLOCK_NBYTES, dtype=torch.uint8)

@@ -230,9 +230,11 @@ class CudaBackend:
         self._graph = graph
 
     def end_segment(self) -> Graph | None:
-        graph, self._graph = self._graph, None
+        graph = self._graph
         assert graph is not None, "no segment is open"
         _end_quietly(graph)
+        # Where ending it fails, it is still open, and is given up on the way out of the capture.
+        self._graph = None
         if _is_empty(graph):
             return None
         recorded = CudaGraph(graph)
