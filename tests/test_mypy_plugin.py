@@ -605,7 +605,7 @@ MESSAGES = [
     (
         'TensorLayout("B Q)")',
         "dim 'Q)' of 'B Q)' has ')' where it should end; write dims separated by blanks; each an int, a "
-        "name, world(\"group\"), an expression with + - * // and parentheses but no blanks, or one *rest"
+        'name, world("group"), an expression with + - * // and parentheses but no blanks, or one *rest'
         "  [specgraph-dim-syntax]",
     ),
     (
