@@ -15,6 +15,8 @@ import torch
 from .callsite import user_line
 from .errors import HostSyncError
 
+_DROPOUT_PROBABILITIES = ("dropout_p", "dropout")
+
 _LAUNCHES_NOTHING = frozenset(
     {
         "aten::_unsafe_view",
@@ -48,10 +50,18 @@ def reads_on_host(func: torch._ops.OpOverload) -> bool:
     return torch.Tag.data_dependent_output in func.tags
 
 
-@functools.cache
-def draws_random_numbers(func: torch._ops.OpOverload) -> bool:
-    """True for ops that advance a generator (`aten::rand_like`, attention with dropout)."""
-    return torch.Tag.nondeterministic_seeded in func.tags
+def draws_random_numbers(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True for ops that advance a generator (`aten::rand_like`, attention with dropout).
+
+    An op that can drop elements draws only where it is asked to drop some.
+    """
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name in _DROPOUT_PROBABILITIES:
+            given = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
+            return given is None or given > 0
+    return True
 
 
 def written_by(

@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import specgraph as sg
@@ -183,6 +184,27 @@ def test_a_body_that_draws_random_numbers_is_refused(
         drawn = [captured(x=x) for _ in range(4)]
     assert all(not torch.equal(first, second) for first, second in itertools.pairwise(drawn))
     assert ["draws random numbers" in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize(("dropout", "num_fused"), [(0.0, 2), (0.5, 0)])
+def test_attention_is_fused_unless_it_drops_elements(
+    device: torch.device, dropout: float, num_fused: int
+) -> None:
+    @sg.graph_break(sg.TensorLayout("S D", dtype=sg.like("x")), inputs={"x": ROWS}, fusable=True)
+    def attends(x: Tensor) -> Tensor:
+        heads = x[None, None]
+        return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=dropout)[0, 0].contiguous()
+
+    def model(x: Tensor) -> Tensor:
+        return attends(x * 1) * 1
+
+    x = torch.randn(64, 32, device=device)
+    captured = sg.capture(model, PLAIN, {"x": x})
+    drawn = [captured(x=x) for _ in range(4)]
+    assert captured.stats.fused == num_fused
+    assert [torch.equal(first, second) for first, second in itertools.pairwise(drawn)] == [not dropout] * 3
+    if not dropout:
+        assert torch.equal(drawn[-1], model(x))
 
 
 def test_a_segment_that_draws_random_numbers_is_launched_by_itself(device: torch.device) -> None:

@@ -8,6 +8,7 @@ and begins the next segment. For the replay it keeps of each argument what its p
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,6 +33,7 @@ from .eager import run_checked
 from .graph import CapturedBreak, CapturedGraph, CapturedSegment, CapturedStep
 from .leaks import MadeInCapture
 from .poison import PoisonFill, Span, UnwrittenCheck, merged
+from .stats import CaptureTimes
 from .weights import WeightWatch
 
 logger = logging.getLogger("specgraph")
@@ -85,10 +87,13 @@ def capture(
             )
         static = _static_inputs(spec, taken_apart, engine.device)
         kwargs = taken_apart.with_tensors(static)
+        start = time.perf_counter()
         with engine.warming_up(pool):
             run_checked(fn, spec, kwargs, live, engine.device)
             _fill(static, taken_apart)
+        warm = time.perf_counter()
         capture_plan = plan(fn, spec, kwargs, live)
+        planned = time.perf_counter()
         recorder = _Recorder(spec, fn, static, capture_plan, engine, live, validate == "poison")
         # What is recorded is launched too, into memory that other captures of the pool use.
         with pool.exclusive(), torch.inference_mode(False), torch.no_grad(), engine.capturing(pool):
@@ -96,6 +101,7 @@ def capture(
             with Session(spec, fn, recorder):
                 result = fn(**kwargs)
             recorder.finish()
+        times = CaptureTimes(warm - start, planned - warm, time.perf_counter() - planned)
     except SpecGraphError as error:
         error.within(spec=spec.name)
         raise
@@ -118,6 +124,7 @@ def capture(
         backend=engine,
         state=recorder.state,
         max_fused=0 if validate == "poison" else max_fused,
+        times=times,
     )
 
 
@@ -171,7 +178,7 @@ class _Recorder:
 
     def on_op(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Record an op; what it reads from outside the pool is kept."""
-        self._draws = self._draws or draws_random_numbers(func)
+        self._draws = self._draws or draws_random_numbers(func, args, kwargs)
         for tensor in tensors_in((args, kwargs)):
             self._provenance(tensor)
         result = self.backend.run_op(func, args, kwargs)

@@ -203,6 +203,8 @@ class FusedReplay:
                 parts[-1].append(part)
             elif part is not None:
                 parts.append([part])
+        if not self._bodies():
+            return
         for leak in recorder.made.still_alive(()):
             logger.warning("%s: %s", self._model, leak)
         try:
@@ -285,7 +287,7 @@ class _BodyRecorder:
         return func(*args, **kwargs)
 
     def on_op(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        if draws_random_numbers(func):
+        if draws_random_numbers(func, args, kwargs):
             raise CaptureError(
                 f"{func.name()} draws random numbers, and a fused replay would draw the same again",
                 where=user_line(),

@@ -25,7 +25,7 @@ from .body import PlacedBody, ResultWriter
 from .fusing import FusableBody, FusedReplay, Step
 from .leaks import Leak
 from .poison import PoisonFill, UnwrittenCheck
-from .stats import ReplayStats
+from .stats import CaptureTimes, ReplayStats
 from .weights import WeightWatch
 
 T = TypeVar("T")
@@ -101,6 +101,7 @@ class CapturedGraph:
 
     Attributes:
         plan: the plan the capture followed.
+        times: what the capture took.
         inputs: the static input buffers, by input name.
         outputs: the static outputs, in the structure the model returns; the next replay overwrites them.
         stats: what it has done so far.
@@ -124,8 +125,10 @@ class CapturedGraph:
         backend: Backend,
         state: list[StateTensor],
         max_fused: int,
+        times: CaptureTimes,
     ) -> None:
         self.plan = plan
+        self.times = times
         self.inputs = inputs
         self.outputs = outputs
         self.stats = ReplayStats()

@@ -1,4 +1,4 @@
-"""What a captured graph has done so far."""
+"""What a captured graph took to make, and what it has done so far."""
 
 from __future__ import annotations
 
@@ -20,3 +20,18 @@ class ReplayStats:
     fused: int = 0
     programs: int = 0
     evicted: int = 0
+
+
+@attrs.frozen
+class CaptureTimes:
+    """What a capture took, in seconds of host time.
+
+    Args:
+        warm_up: the eager run through the spec, on a GPU until it is done there.
+        planning: the trace on the host.
+        recording: the run under capture; bodies ran in it.
+    """
+
+    warm_up: float
+    planning: float
+    recording: float
