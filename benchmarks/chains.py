@@ -1,13 +1,10 @@
 """Chains of transformer blocks, a break at every attention: the work that implementations are compared on.
 
 A block is pre-norm attention (16 heads of 64 at width 1024) and a GELU MLP of four times the width, bf16,
-random weights. `Chain` is the same module for everyone; what differs is the function that its attention is.
+random weights. `Chain` is the same module for everyone; what differs is what `attention` is bound to.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import TypeAlias
 
 import attrs
 import torch
@@ -17,9 +14,6 @@ from torch import Tensor, nn
 import specgraph as sg
 
 HEAD_DIM = 64
-
-Attention: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Of query, key and value, each [B S H D], to the attention's output, [B S H D]."""
 
 
 @attrs.frozen
@@ -51,6 +45,7 @@ ATTENTION = sg.BreakSpec(
     attention,
     sg.TensorLayout("B S H D", dtype=sg.like("query")),
     inputs={"query": HEADS, "key": HEADS, "value": HEADS},
+    fusable=True,
 )
 SPEC = sg.ModelSpec("chain", (ATTENTION,))
 
@@ -60,7 +55,6 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.attend: Attention | None = None
         self.attention_norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
@@ -71,9 +65,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B S C] to [B S C]."""
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, -1, HEAD_DIM))
-        # The module's global is looked up at every call, so that a spec's break is seen.
-        attend = self.attend or attention
-        x = x + self.out(attend(*qkv.unbind(2)).flatten(2))
+        x = x + self.out(attention(*qkv.unbind(2)).flatten(2))
         hidden: Tensor = self.down(F.gelu(self.up(self.mlp_norm(x))))
         return x + hidden
 
@@ -84,12 +76,6 @@ class Chain(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(size.width) for _ in range(size.blocks))
-
-    def attend_with(self, attend: Attention | None) -> None:
-        """Call `attend` for attention; None: `attention`, as this module names it."""
-        for block in self.blocks:
-            assert isinstance(block, Block)
-            block.attend = attend
 
     def forward(self, x: Tensor) -> Tensor:
         """[B S C] to [B S C]."""

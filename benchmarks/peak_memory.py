@@ -23,9 +23,10 @@ import specgraph as sg
 from benchmarks import chains
 from benchmarks.about import about
 from benchmarks.chains import Chain
+from benchmarks.peers import prepare_breakable
+from specgraph.bench import Case
 
 REPLAYS = 3
-WARM_UPS = 3
 
 
 def with_specgraph(chain: Chain, x: Tensor) -> Callable[[], Tensor]:
@@ -42,35 +43,8 @@ def with_specgraph(chain: Chain, x: Tensor) -> Callable[[], Tensor]:
 
 def with_breakable_cuda_graphs(chain: Chain, x: Tensor) -> Callable[[], Tensor]:
     """Capture as its README says; returns a replay."""
-    from breakable_cuda_graphs import BreakableCUDAGraph, breakable_graph, no_graph
-
-    @no_graph  # type: ignore[untyped-decorator]  # the package is not installed for the checks
-    def attend_into(query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
-        out.copy_(chains.attention(query, key, value))
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        attend_into(query, key, value, out)
-        return out
-
-    chain.attend_with(attend)
-    static = x.clone()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.no_grad(), torch.cuda.stream(stream):
-        for _ in range(WARM_UPS):
-            chain(static)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = BreakableCUDAGraph()
-    with torch.no_grad(), breakable_graph(graph):
-        output: Tensor = chain(static)
-
-    def replay(static: Tensor = static) -> Tensor:
-        # The default argument keeps the graph's input alive, which the package leaves to its caller.
-        with torch.no_grad():
-            graph.replay()
-        return output
-
+    ready = prepare_breakable(Case(chain, chains.SPEC, sg.Example({"x": x}), x.device))
+    replay: Callable[[], Tensor] = ready.call
     return replay
 
 
@@ -95,7 +69,6 @@ def measure(implementation: str, work: str) -> dict[str, int]:
         "allocated_nbytes": torch.cuda.max_memory_allocated() - allocated,
         "reserved_nbytes": torch.cuda.max_memory_reserved() - reserved,
     }
-    chain.attend_with(None)
     with torch.no_grad():
         if not torch.equal(output, chain(x)):
             raise AssertionError(f"{implementation} differs from eager on {work}")

@@ -9,13 +9,19 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import rich_click as click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    import torch
+
+    from .bench import Row
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -156,12 +162,15 @@ def diff(old: str, new: str, preset: str | None) -> None:
     sys.exit(1 if changes else 0)
 
 
-@main.command()
-@_common
-@click.option(
+_backend = click.option(
     "--backend", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True,
     help="auto is cuda where there is a GPU.",
 )  # fmt: skip
+
+
+@main.command()
+@_common
+@_backend
 @click.option("--replays", type=click.IntRange(min=1), default=5, show_default=True)
 @click.option("--poison", is_flag=True, help="Fill memory that nothing may read with NaN.")
 def verify(
@@ -171,27 +180,92 @@ def verify(
     status = _console(stderr=True)
     with _errors_in_words(), _progress(status) as progress:
         bar = progress.add_task("loading the spec", total=replays)
-        import torch
-
         from .specfile import load_spec
         from .verify import choose_preset
         from .verify import verify as run
 
-        if backend == "auto":
-            backend = "cuda" if torch.cuda.is_available() else "cpu"
         loaded = load_spec(spec)
         progress.update(bar, description="building, capturing, replaying")
         report = run(
             loaded,
             choose_preset(loaded, preset),
             dims=dims,
-            device=torch.device(backend, 0) if backend == "cuda" else torch.device(backend),
+            device=_device(backend),
             replays=replays,
             poison=poison,
             on_round=lambda: progress.advance(bar),
         )
     _print_report(report)
     sys.exit(0 if report.passed else 1)
+
+
+def _device(backend: str) -> torch.device:
+    import torch
+
+    is_cuda = backend == "cuda" or (backend == "auto" and torch.cuda.is_available())
+    return torch.device("cuda", 0) if is_cuda else torch.device("cpu")
+
+
+@main.command()
+@_common
+@_backend
+@click.option("--calls", type=click.IntRange(min=1), default=200, show_default=True, help="Calls a batch.")
+@click.option("--batches", type=click.IntRange(min=1), default=9, show_default=True)
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def bench(
+    spec: str, preset: str | None, dims: dict[str, int], backend: str, calls: int, batches: int, form: str
+) -> None:
+    """Time SPEC eagerly, as one whole graph, segmented and fused, once all agree bit for bit.
+
+    Exit code 1 where one of them returns other results than eager.
+    """
+    status = _console(stderr=True)
+    with _errors_in_words(), status.status("loading the spec and building the model") as spinner:
+        from . import bench as timing
+        from .specfile import load_spec
+        from .verify import choose_preset
+
+        loaded = load_spec(spec)
+        rows = timing.bench_preset(
+            loaded,
+            choose_preset(loaded, preset),
+            dims=dims,
+            device=_device(backend),
+            protocol=timing.Protocol(batches=batches, calls=calls),
+            on_step=spinner.update,
+        )
+    if form == "json":
+        sys.stdout.write(f"{timing.to_json(rows)}\n")
+    else:
+        _print_rows(rows)
+    sys.exit(1 if any(row.is_wrong for row in rows) else 0)
+
+
+def _print_rows(rows: Sequence[Row]) -> None:
+    console = _console()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    for heading in ("us a call", "of eager", "host us", "capture ms", "pool MiB"):
+        table.add_column(heading, justify="right")
+    eager = next((row.wall_us for row in rows if row.wall_us is not None), None)
+    for row in rows:
+        of_eager = row.wall_us / eager if row.wall_us and eager else None
+        table.add_row(
+            row.name,
+            _figure(row.wall_us, 1, ".1f"),
+            _figure(of_eager, 1, ".2f"),
+            _figure(row.host_us, 1, ".1f"),
+            _figure(row.capture_s, 1e3, ".1f"),
+            _figure(row.pool_nbytes, 2**-20, ".1f"),
+        )
+    console.print(table)
+    for row in rows:
+        for reason in filter(None, (row.problem, row.difference)):
+            console.print(Text(f"{row.name}: {reason}"), soft_wrap=not console.is_terminal)
+
+
+def _figure(value: float | None, scale: float, form: str) -> str:
+    return "-" if value is None else format(value * scale, form)
 
 
 def _progress(console: Console) -> Progress:

@@ -256,7 +256,7 @@ class Session:
                 other = patched.setdefault((id(place.owner), place.name), target.site)
                 if other is not target.site:
                     raise _same_target(other.label, target.site.label).within(spec=self.spec.name)
-                _patch_place(stack, place, self._wrapper(target.site))
+                patch_place(stack, place, self._wrapper(target.site))
 
     def _wrapper(self, site: BreakSite) -> Callable[..., Any]:
         @functools.wraps(site.original)
@@ -291,7 +291,8 @@ def _function_site(spec: BreakSpec, function: BreakFunction[Any, Any]) -> BreakS
     return BreakSite(spec, function.fn, (inspect.signature(function.fn),))
 
 
-def _patch_place(stack: contextlib.ExitStack, place: Place, wrapper: Callable[..., Any]) -> None:
+def patch_place(stack: contextlib.ExitStack, place: Place, wrapper: Callable[..., Any]) -> None:
+    """Bind a place to `wrapper` until the stack is left."""
     before = vars(place.owner).get(place.name)
     replacement: Any = wrapper
     if isinstance(before, staticmethod | classmethod):

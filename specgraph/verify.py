@@ -182,11 +182,26 @@ def _defaults(device: torch.device, preset: Preset) -> Iterator[None]:
 def plan_preset(spec: ModelSpec, built: BuiltPreset) -> CapturePlan:
     """The plan of a built preset."""
     example = built.example(seed=0)
-    return plan(built.fn, _with_groups(spec, built.preset), example.inputs, example.live)
+    return plan(built.fn, with_groups(spec, built.preset), example.inputs, example.live)
 
 
-def _with_groups(spec: ModelSpec, preset: Preset) -> ModelSpec:
+def with_groups(spec: ModelSpec, preset: Preset) -> ModelSpec:
+    """The spec, with the group sizes of the preset."""
     return attrs.evolve(spec, groups={**spec.groups, **preset.groups})
+
+
+def refuse_weightless(spec: ModelSpec, preset: Preset, what: str) -> None:
+    """Refuse a preset on the meta device.
+
+    Raises:
+        SpecError: the preset has no weights, so that nothing can be `what`.
+    """
+    if preset.device_dtype and preset.device_dtype[0].type == "meta":
+        raise SpecError(
+            f"the preset has no weights, so there is nothing to be {what}",
+            spec=spec.name,
+            fix="choose a preset with weights; this one is for planning",
+        )
 
 
 def verify(
@@ -214,13 +229,8 @@ def verify(
         SpecError: the preset is for planning only.
         SpecGraphError: the capture or a replay is refused.
     """
-    if preset.device_dtype and preset.device_dtype[0].type == "meta":
-        raise SpecError(
-            "the preset has no weights, so there is nothing to verify",
-            spec=spec.name,
-            fix="choose a preset with weights; this one is for planning",
-        )
-    spec = _with_groups(spec, preset)
+    refuse_weightless(spec, preset, "verified")
+    spec = with_groups(spec, preset)
     built = build_preset(preset, dims or {}, device)
     first = built.example(seed=0)
     validate = "poison" if poison else "strict"
@@ -262,16 +272,17 @@ def _compare(
                 if found := _difference(place, name, "eager", tensor, eager[breaks][name]):
                     return found
             breaks += 1
-    if found := _first_output_difference("eager", captured.outputs, expected):
+    if found := first_output_difference("eager", captured.outputs, expected):
         return found
     if example.reference is None:
         return None
     with torch.no_grad():
         reference = example.reference(built.fn)
-    return _first_output_difference("the unedited model", captured.outputs, reference)
+    return first_output_difference("the unedited model", captured.outputs, reference)
 
 
-def _first_output_difference(against: str, actual: Any, expected: Any) -> Difference | None:
+def first_output_difference(against: str, actual: Any, expected: Any) -> Difference | None:
+    """The first of two models' outputs that differs, if one does."""
     named = pytree.tree_flatten_with_path(actual)[0]
     others = pytree.tree_leaves(expected)
     for (path, leaf), other in zip(named, others, strict=True):

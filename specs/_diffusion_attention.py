@@ -45,6 +45,7 @@ ATTENTION = sg.BreakSpec(
         "value": sg.TensorLayout("*B K G V", dtype=sg.like("query")),
     },
     body=contiguous_attention,
+    fusable=True,
     name="attention",
 )
 

@@ -33,6 +33,7 @@ BUCKETS = (32, 64, 128, 256, 512, 1024, 2048)
     ownership=sg.Ownership.PASS_THROUGH,
     out="out",
     live={"length": "S"},
+    fusable=True,
     name="attention",
 )
 def causal_attention(

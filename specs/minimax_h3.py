@@ -41,6 +41,7 @@ VIDEO, TEXT, AUDIO = 0, 1, 2
     ownership=sg.Ownership.PASS_THROUGH,
     out=("packed", "temb"),
     live={"text_pad": "text_pad"},
+    fusable=True,
     fills_padding=True,
 )
 def embed(
@@ -154,6 +155,7 @@ ATTENTION = sg.BreakSpec(
     },
     body=attention_without_padding,
     live={"text_pad": "text_pad"},
+    fusable=True,
     name="attention",
 )
 

@@ -88,6 +88,7 @@ ATTENTION = sg.BreakSpec(
     },
     body=attention_without_padding,
     live={"prefix_pad": "prefix_pad"},
+    fusable=True,
     name="attention",
 )
 
